@@ -1,0 +1,44 @@
+# Every target sets up .venv by itself; once it is there, that costs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help setup demo test lint format bench docs clean
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv (once; torch takes a minute or two)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' torch==2.13.0
+	@touch $@
+
+setup: $(STAMP)  ## create .venv with everything needed
+
+demo: $(STAMP)  ## train the built-in model on the built-in data and show what came of it
+	@$(BIN)/frameworm train --config configs/quickstart.yaml
+
+test: $(STAMP)  ## the whole test suite, in parallel
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests
+
+lint: $(STAMP)  ## ruff, mypy (strict) and the rules of the house
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_public_api.py
+
+format: $(STAMP)  ## let ruff tidy the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(STAMP)  ## write docs/config.md from the schema
+	@$(BIN)/python -m frameworm.config.docs > docs/config.md
+
+bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
+	@$(BIN)/python benchmarks/overhead.py
+
+clean:  ## remove what the targets made
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

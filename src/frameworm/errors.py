@@ -1,0 +1,79 @@
+"""Every exception a user can meet.
+
+Each message says what was wrong, where, and what to do. The command line prints the message alone and exits with
+`exit_code`; a traceback is for faults of frameworm itself.
+"""
+
+from __future__ import annotations
+
+
+class FramewormError(Exception):
+    """Base of all errors frameworm raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(FramewormError, ValueError):
+    """A setting is unknown, has the wrong type or cannot be combined with another."""
+
+
+class DataError(FramewormError, ValueError):
+    """A data set is missing, malformed or empty."""
+
+
+class EnvironmentSetupError(FramewormError, RuntimeError):
+    """The machine, the variables around the process or the other processes do not fit what was asked for."""
+
+
+class DeviceError(EnvironmentSetupError):
+    """A device was asked for that is not there."""
+
+
+class LossError(FramewormError, TypeError):
+    """The loss of a batch cannot be derived from what the model and the batch give."""
+
+
+class ModelError(FramewormError, ValueError):
+    """The model cannot be trained in the way asked for."""
+
+
+class StateError(FramewormError, RuntimeError):
+    """A call came at a moment when it can no longer take effect."""
+
+
+class CheckpointError(FramewormError, RuntimeError):
+    """A checkpoint cannot be read, or belongs to something else."""
+
+
+class RunFolderError(FramewormError, RuntimeError):
+    """A run folder is missing, unreadable, or would be written over."""
+
+
+class MissingPackageError(FramewormError, ImportError):
+    """An optional package is needed; the message holds the install line."""
+
+
+class TrainingFailedError(FramewormError, RuntimeError):
+    """Training ended with an error in one of its processes."""
+
+    exit_code = 1
+
+
+class TrainingInterruptedError(FramewormError, KeyboardInterrupt):
+    """Training was stopped by Ctrl-C after saving its state; `record` is the run so far."""
+
+    exit_code = 130
+
+    def __init__(self, message: str, record: object = None) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+class TrainingPreemptedError(FramewormError, RuntimeError):
+    """Training was told to stop by SIGTERM after saving its state; `record` is the run so far."""
+
+    exit_code = 75
+
+    def __init__(self, message: str, record: object = None) -> None:
+        super().__init__(message)
+        self.record = record

@@ -1,0 +1,238 @@
+"""What happened in a run: the one language between the floors.
+
+Plain dataclasses, so that a record costs next to nothing to make in the training loop and can be read on a machine
+without torch. Missing is None, never zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+PHASES = (
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "communication_exposed",
+    "optimizer",
+    "checkpoint",
+    "validation",
+    "other",
+)
+
+STATUSES = ("completed", "interrupted", "failed", "preempted")
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One optimizer step on one rank. Times in seconds; `phases` holds only phases that were seen."""
+
+    step: int  # 1-based number of the step in the run
+    epoch: int  # 1-based
+    time: float  # seconds since the epoch of the clock, at the end of the step
+    step_s: float
+    loss: float | None  # mean over this rank's samples of the step
+    lr: float | None
+    samples: int  # on this rank
+    count: float  # what the loss was averaged over on this rank: samples unless the loss says otherwise
+    tokens: int | None = None  # real tokens, without padding
+    padded_tokens: int | None = None  # tokens including padding
+    grad_norm: float | None = None
+    skipped: bool | None = None  # the update was left out because gradients were not finite
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EpochRecord:
+    """One pass over the training samples, over all ranks."""
+
+    epoch: int
+    epoch_time_s: float
+    train_loss: float | None
+    val_loss: float | None
+    val_accuracy: float | None
+    samples_per_s: float | None
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Spread of one quantity over the steps of a run."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(slots=True)
+class Batch:
+    """The four numbers of a batch: global = micro x accumulation x world_size."""
+
+    micro: int | None
+    accumulation: int
+    world_size: int
+    global_: int | None
+
+
+@dataclass(slots=True)
+class Throughput:
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_s: Statistics | None = None
+
+
+@dataclass(slots=True)
+class Phase:
+    mean_s: float
+    share: float
+
+
+@dataclass(slots=True)
+class Communication:
+    total_s: float | None = None
+    exposed_s: float | None = None
+    bytes_per_step: int | None = None
+
+
+@dataclass(slots=True)
+class Memory:
+    peak_bytes: int | None = None  # device memory on a GPU, resident memory of the process on CPU
+    reserved_bytes: int | None = None
+    total_bytes: int | None = None
+    host_peak_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Quality:
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+
+
+@dataclass(slots=True)
+class CheckpointStatistics:
+    count: int = 0
+    stall_s: float | None = None
+
+
+@dataclass(slots=True)
+class Remedy:
+    knob: str
+    value: Any
+    text: str
+
+
+@dataclass(slots=True)
+class ExpectedSpeedup:
+    value: float
+    low: float
+    high: float
+    basis: str  # measured | modelled
+
+
+@dataclass(slots=True)
+class Finding:
+    """A cause with its evidence, what to do about it and what that should gain."""
+
+    code: str
+    severity: str  # info | warning | critical
+    share: float | None
+    evidence: dict[str, Any]
+    remedies: list[Remedy] = field(default_factory=list)
+    expected_speedup: ExpectedSpeedup | None = None
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """A whole run: what `summary.json` holds, and what `Trainer.train` returns."""
+
+    name: str
+    status: str
+    environment: dict[str, Any]
+    batch: Batch
+    started: str | None = None  # ISO 8601, UTC
+    wall_s: float | None = None
+    steps: int = 0
+    device: str | None = None
+    strategy: str | None = None
+    precision: str | None = None
+    parameters: int | None = None
+    throughput: Throughput = field(default_factory=Throughput)
+    phases: dict[str, Phase] = field(default_factory=dict)
+    communication: Communication = field(default_factory=Communication)
+    memory: Memory = field(default_factory=Memory)
+    mfu: float | None = None
+    padding_waste: float | None = None
+    quality: Quality = field(default_factory=Quality)
+    checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)
+    skipped_steps: int | None = None
+    verdict: str = "inconclusive"
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the run wants said: fallbacks, losses of records, host waits
+    epochs: list[EpochRecord] = field(default_factory=list)
+    run_dir: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Training loss of each epoch."""
+        return [epoch.train_loss for epoch in self.epochs]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy of the last validation."""
+        return self.quality.val_accuracy
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready data, with `global` as the contract spells it."""
+        data = dataclasses.asdict(self)
+        data["batch"]["global"] = data["batch"].pop("global_")
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunRecord:
+        """Read what `to_dict` wrote; unknown keys of later versions are ignored."""
+        return _build(cls, data)
+
+
+def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in dataclasses.fields(kind)}
+    return {key: value for key, value in data.items() if key in names}
+
+
+def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
+    values = _known(cls, data)
+    batch = dict(values.get("batch") or {})
+    batch["global_"] = batch.pop("global", None)
+    values["batch"] = Batch(**_known(Batch, batch))
+    throughput = dict(values.get("throughput") or {})
+    if throughput.get("step_s"):
+        throughput["step_s"] = Statistics(**_known(Statistics, throughput["step_s"]))
+    values["throughput"] = Throughput(**_known(Throughput, throughput))
+    values["phases"] = {name: Phase(**_known(Phase, item)) for name, item in (values.get("phases") or {}).items()}
+    for name, kind in (
+        ("communication", Communication),
+        ("memory", Memory),
+        ("quality", Quality),
+        ("checkpoint", CheckpointStatistics),
+    ):
+        values[name] = kind(**_known(kind, values.get(name) or {}))
+    values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
+    values["findings"] = [_finding(item) for item in values.get("findings") or []]
+    return cls(**values)
+
+
+def _finding(data: Mapping[str, Any]) -> Finding:
+    values = _known(Finding, data)
+    values["remedies"] = [Remedy(**_known(Remedy, item)) for item in values.get("remedies") or []]
+    if values.get("expected_speedup"):
+        values["expected_speedup"] = ExpectedSpeedup(**_known(ExpectedSpeedup, values["expected_speedup"]))
+    return Finding(**values)
