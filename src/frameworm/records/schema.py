@@ -7,6 +7,9 @@ without torch. Missing is None, never zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +48,13 @@ class StepRecord:
     grad_norm: float | None = None
     skipped: bool | None = None  # the update was left out because gradients were not finite
     phases: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
+        """Read one line of a steps file; unknown keys are ignored, missing ones are a TypeError."""
+        values = _known(cls, data)
+        values["phases"] = {name: _number(value) for name, value in (values.get("phases") or {}).items()}
+        return cls(**values)
 
 
 @dataclass(slots=True)
@@ -193,7 +203,7 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-ready data, with `global` as the contract spells it."""
-        data = dataclasses.asdict(self)
+        data: dict[str, Any] = json_ready(dataclasses.asdict(self))
         data["batch"]["global"] = data["batch"].pop("global_")
         return data
 
@@ -203,9 +213,38 @@ class RunRecord:
         return _build(cls, data)
 
 
+def json_ready(value: Any) -> Any:
+    """Data that every JSON reader takes: non-finite numbers become the words "nan", "inf" and "-inf".
+
+    A loss that became NaN is not a missing loss, so null will not do, and bare NaN is not JSON.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_ready(item) for item in value]
+    return str(value)
+
+
+def _number(value: Any) -> Any:
+    """Take back the words that `json_ready` writes for non-finite numbers."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, bool]:
+    """Field names of a record, and whether each is a number that may not be finite."""
+    return {item.name: str(item.type) in ("float", "float | None") for item in dataclasses.fields(kind)}
+
+
 def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {item.name for item in dataclasses.fields(kind)}
-    return {key: value for key, value in data.items() if key in names}
+    fields = _fields(kind)
+    return {key: _number(value) if fields[key] else value for key, value in data.items() if key in fields}
 
 
 def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:

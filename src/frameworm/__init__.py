@@ -1,0 +1,52 @@
+"""frameworm trains PyTorch models as fast as the hardware allows and shows where every millisecond goes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from frameworm.config.load import load_config
+    from frameworm.config.schema import Config, GPUConfig, MemoryConfig
+    from frameworm.engine.run import run
+    from frameworm.engine.trainer import Trainer
+    from frameworm.models.workloads import Workload
+    from frameworm.records.events import Listener as Callback
+    from frameworm.records.schema import RunRecord
+
+__all__ = [
+    "Callback",
+    "Config",
+    "GPUConfig",
+    "MemoryConfig",
+    "RunRecord",
+    "Trainer",
+    "Workload",
+    "load_config",
+    "run",
+]
+__version__ = "0.1.0"
+
+# Loaded when first asked for: the command line must not wait for torch to print its help.
+_HOMES = {
+    "Callback": ("frameworm.records.events", "Listener"),
+    "Config": ("frameworm.config.schema", "Config"),
+    "GPUConfig": ("frameworm.config.schema", "GPUConfig"),
+    "MemoryConfig": ("frameworm.config.schema", "MemoryConfig"),
+    "RunRecord": ("frameworm.records.schema", "RunRecord"),
+    "Trainer": ("frameworm.engine.trainer", "Trainer"),
+    "Workload": ("frameworm.models.workloads", "Workload"),
+    "load_config": ("frameworm.config.load", "load_config"),
+    "run": ("frameworm.engine.run", "run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'frameworm' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "distributed"]

@@ -1,0 +1,46 @@
+"""The command line: verbs are declared in the files beside this one; errors and exit codes are handled here."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from frameworm import __version__
+from frameworm.cli import train
+from frameworm.errors import FramewormError
+
+app = typer.Typer(
+    name="frameworm",
+    help="Train PyTorch models as fast as the hardware allows, and see where every millisecond goes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+train.register(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"frameworm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Options before the verb."""
+
+
+def main() -> NoReturn:
+    """Entry point: errors of ours end with one message and their exit code, faults with a traceback."""
+    try:
+        app()
+    except FramewormError as error:
+        print(f"frameworm: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,214 @@
+"""`train`, `evaluate` and `runs`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Optional
+
+import typer
+
+from frameworm.config.load import load_config
+
+if TYPE_CHECKING:
+    from frameworm.config.schema import Config
+    from frameworm.launch.plan import LaunchPlan
+    from frameworm.records.schema import RunRecord
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    app.command("train")(train)
+    app.command("evaluate")(evaluate)
+    app.command("runs")(runs)
+
+
+def train(
+    config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
+    distributed: bool = typer.Option(False, "--distributed", help="Train on several processes."),
+    nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Processes on this machine: a number, or auto for one per GPU."
+    ),
+    nnodes: Optional[str] = typer.Option(None, help="Machines, as a number or MIN:MAX."),  # noqa: UP045
+    node_rank: Optional[int] = typer.Option(None, help="Number of this machine, from 0."),  # noqa: UP045
+    master_addr: Optional[str] = typer.Option(None, help="Address of machine 0."),  # noqa: UP045
+    master_port: Optional[int] = typer.Option(None, help="Port on machine 0."),  # noqa: UP045
+    rdzv_endpoint: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="HOST:PORT where the machines meet and get their numbers."
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.lr=1e-3"
+    ),
+    out: Optional[Path] = typer.Option(None, help="Run folder; runs/<name>-<time> unless given."),  # noqa: UP045
+    resume: Optional[str] = typer.Option(None, help="Go on with a run: its folder, or auto."),  # noqa: UP045
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Train what a config describes.
+
+    Example: frameworm train --config configs/quickstart.yaml --set training.epochs=2
+
+    On two processes: frameworm train --config configs/quickstart.yaml --distributed --nproc-per-node 2
+    """
+    loaded = load_config(config, settings)
+    from frameworm.launch.plan import plan_launch
+
+    plan = plan_launch(
+        distributed,
+        _number_or_auto(nproc_per_node),
+        nnodes,
+        node_rank,
+        master_addr,
+        master_port,
+        rdzv_endpoint,
+        device_count=_device_count(loaded) if distributed else 0,
+    )
+    if plan.action == "launch":
+        raise typer.Exit(_launch(loaded, plan))
+    raise typer.Exit(_train_here(loaded, plan, config, out, resume, as_json))
+
+
+def _number_or_auto(text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise typer.BadParameter(f"--nproc-per-node takes a number or auto, not {text}")
+    return int(text)
+
+
+def _device_count(config: Config) -> int:
+    from frameworm.engine.run import look_at_machine
+
+    return look_at_machine(config).device_count
+
+
+def _launch(config: Config, plan: LaunchPlan) -> int:
+    """Start this node's workers; the config is checked for that many processes first."""
+    from frameworm.engine.run import resolve_here
+    from frameworm.launch.torchrun import launch_workers
+
+    resolve_here(config, plan.nproc_per_node * plan.max_nodes)
+    return launch_workers(plan, [sys.executable, "-m", "frameworm", *sys.argv[1:]])
+
+
+def _train_here(
+    config: Config, plan: LaunchPlan, config_path: Path, out: Path | None, resume: str | None, as_json: bool
+) -> int:
+    from frameworm.engine.run import run
+    from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
+    from frameworm.launch.failures import worker_errors
+    from frameworm.launch.process_group import cleanup
+
+    leads = plan.process.rank == 0
+    _log_to_screen(leads)
+    if config.observe.progress == "auto":
+        config.observe.progress = True
+    with worker_errors():
+        try:
+            record = run(config, out=out or "auto", resume=resume)
+        except (TrainingInterruptedError, TrainingPreemptedError) as stop:
+            if leads:
+                _show(stop.record, as_json)
+                folder = getattr(stop.record, "run_dir", None)
+                print(f"{stop}\nresume with: frameworm train --config {config_path} --resume {folder}", file=sys.stderr)
+            cleanup()
+            return stop.exit_code
+        if leads:
+            _show(record, as_json)
+        cleanup()
+    return 0
+
+
+def _show(record: object, as_json: bool) -> None:
+    from frameworm.records.schema import RunRecord
+    from frameworm.report.text import render_text
+
+    assert isinstance(record, RunRecord)
+    print(json.dumps(record.to_dict()) if as_json else render_text(record), flush=True)
+
+
+def _log_to_screen(leads: bool) -> None:
+    """What the engine has to say goes to the screen, once for all ranks."""
+    log = logging.getLogger("frameworm")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if leads else logging.ERROR)
+    log.propagate = False
+
+
+def evaluate(
+    run: Path = typer.Argument(..., help="Run folder."),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the run's config."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Score the newest checkpoint of a run on its validation data.
+
+    Example: frameworm evaluate runs/quickstart-20260101-120000
+    """
+    from frameworm.engine.run import evaluate_run
+
+    _log_to_screen(True)
+    step, result = evaluate_run(run, settings)
+    if as_json:
+        print(json.dumps({"run": str(run), "step": step, **result._asdict()}))
+        return
+    accuracy = "" if result.accuracy is None else f"  accuracy {result.accuracy:.2%}"
+    print(f"{run}, step {step}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
+
+
+def runs(
+    root: Path = typer.Argument(Path("runs"), help="Folder that holds run folders."),
+    as_json: bool = typer.Option(False, "--json", help="Print the list as JSON."),
+) -> None:
+    """List the runs in a folder, newest first.
+
+    Example: frameworm runs
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from frameworm.errors import RunFolderError
+    from frameworm.records.store import find_runs
+
+    rows: list[dict[str, object]] = []
+    for folder in find_runs(root):
+        record: RunRecord | None = None
+        try:
+            record = folder.read_summary()
+        except RunFolderError:
+            pass
+        rows.append(
+            {
+                "run": str(folder.path),
+                "status": "unfinished" if record is None else record.status,
+                "steps": None if record is None else record.steps,
+                "train_loss": None if record is None else record.quality.train_loss,
+                "val_accuracy": None if record is None else record.quality.val_accuracy,
+                "samples_per_s": None if record is None else record.throughput.samples_per_s,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        print(f"no runs in {root}")
+        return
+    table = Table("run", "status", "steps", "train loss", "accuracy", "samples/s", box=None)
+    for row in rows:
+        table.add_row(
+            str(row["run"]),
+            str(row["status"]),
+            _cell(row["steps"], ",d"),
+            _cell(row["train_loss"], ".4f"),
+            _cell(row["val_accuracy"], ".2%"),
+            _cell(row["samples_per_s"], ",.0f"),
+        )
+    Console().print(table)
+
+
+def _cell(value: object, form: str) -> str:
+    return "" if value is None else format(value, form)

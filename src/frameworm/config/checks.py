@@ -1,0 +1,118 @@
+"""Settings that are fine alone and impossible together, and those this version does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from frameworm.config.describe import nearest, show, suggest
+from frameworm.config.keys import KeyPath
+from frameworm.config.model_sections import MODEL_SECTIONS
+from frameworm.config.problems import Problem, make_error
+from frameworm.config.schema import Config
+
+
+class NotYet(NamedTuple):
+    """Values of a setting that the file format has and this version has not."""
+
+    values: tuple[str, ...]
+    instead: str
+
+
+NOT_YET: dict[str, NotYet] = {
+    "data.batching": NotYet(("bucketed", "packed"), "padded"),
+    "gpu.capture": NotYet(("step", "auto"), "off"),
+    "memory.activation_checkpointing": NotYet(("full", "selective"), "off, with a smaller training.micro_batch"),
+    "parallel.strategy": NotYet(("zero1", "zero2", "zero3"), "ddp"),
+    "parallel.compression": NotYet(("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"), "off"),
+    "observe.trace": NotYet(("window",), "off"),
+}
+
+DATASETS = ("generated", "ag_news", "imdb", "text")
+HUB_PREFIX = "hf:"
+WHERE_DATA = {"ag_news": "the AG News csv files", "imdb": "the IMDB csv files or aclImdb", "text": "UTF-8 text files"}
+NO_COMPRESSION = ("single", "dp", "zero2", "zero3")
+
+
+def key(name: str) -> KeyPath:
+    """The path of a dotted name."""
+    return tuple(name.split("."))
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot run, before any process starts.
+
+    Args:
+        config: A config whose single values are valid.
+
+    Raises:
+        ConfigError: One line per problem.
+    """
+    problems = find_problems(config)
+    if problems:
+        raise make_error(problems, config._origins)
+
+
+def find_problems(config: Config) -> list[Problem]:
+    """All impossible combinations and values that are not there yet; at most one problem per key."""
+    found: dict[KeyPath, Problem] = {}
+    for problem in (*_data(config), *_device(config), *_parallel(config), *_not_yet(config)):
+        found.setdefault(problem.keys[0], problem)
+    return list(found.values())
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    # A workload of your own brings its own data and gives `dataset` its own meaning.
+    if config.workload not in MODEL_SECTIONS:
+        return
+    dataset = config.data.dataset
+    if dataset.startswith(HUB_PREFIX):
+        if not dataset.removeprefix(HUB_PREFIX):
+            yield Problem((key("data.dataset"),), "hf: must be followed by the name of a data set on the hub")
+        return
+    if dataset not in DATASETS:
+        name, alike = nearest(dataset, DATASETS)
+        words = ", ".join(DATASETS)
+        text = f"expected one of {words} or hf:NAME, got {show(dataset)}{suggest(name, alike)}"
+        yield Problem((key("data.dataset"),), text)
+        return
+    if config.workload == "gpt" and dataset != "text":
+        text = f"the gpt workload reads text files, not {dataset}; set data.dataset: text and data.root"
+        yield Problem((key("data.dataset"),), text, at=(key("workload"),))
+    elif config.workload == "text_classifier" and dataset == "text":
+        text = "text has no classes to learn; use ag_news, imdb, generated or hf:NAME, or set workload: gpt"
+        yield Problem((key("data.dataset"),), text)
+    elif dataset in WHERE_DATA and not config.data.root:
+        text = f"{dataset} needs the folder with {WHERE_DATA[dataset]}; set data.root"
+        yield Problem((key("data.root"),), text, at=(key("data.dataset"),))
+
+
+def _device(config: Config) -> Iterator[Problem]:
+    if config.gpu.device == "cpu":
+        if config.parallel.strategy == "dp":
+            text = "dp spreads one process over GPUs and gpu.device is cpu; use single or ddp"
+            yield Problem((key("parallel.strategy"), key("gpu.device")), text)
+        if config.parallel.backend == "nccl":
+            text = "nccl talks between GPUs and gpu.device is cpu; use gloo or auto"
+            yield Problem((key("parallel.backend"), key("gpu.device")), text)
+        if config.gpu.device_ids is not None:
+            text = "device_ids names GPUs and gpu.device is cpu; leave one of them out"
+            yield Problem((key("gpu.device_ids"), key("gpu.device")), text)
+    ids = config.gpu.device_ids
+    if ids is not None and (not ids or len(set(ids)) != len(ids)):
+        yield Problem((key("gpu.device_ids"),), f"expected each GPU once and at least one, got {ids}")
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    strategy, compression = config.parallel.strategy, config.parallel.compression
+    if compression != "off" and strategy in NO_COMPRESSION:
+        text = f"compression {compression} cannot be combined with strategy {strategy}; use ddp, or compression: off"
+        yield Problem((key("parallel.compression"), key("parallel.strategy")), text)
+
+
+def _not_yet(config: Config) -> Iterator[Problem]:
+    for name, (values, instead) in NOT_YET.items():
+        section, setting = name.split(".")
+        given = getattr(getattr(config, section), setting)
+        if given in values:
+            yield Problem((key(name),), f"{given} is not in this version yet; use {instead}")

@@ -1,0 +1,92 @@
+"""The `model` sections of the built-in workloads, and of your own."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, model_validator
+
+from frameworm.config.problems import combination_error
+from frameworm.config.section import Auto, Count, OffNone, Section
+
+
+def _check_heads(d_model: int, n_heads: int) -> None:
+    """Every head takes an equal share of the width."""
+    if d_model % n_heads:
+        fits = [heads for heads in range(1, min(d_model, 4096) + 1) if d_model % heads == 0]
+        below = [heads for heads in fits if heads < n_heads][-1:]
+        above = [heads for heads in fits if heads > n_heads][:1]
+        close = " or ".join(str(heads) for heads in below + above)
+        raise combination_error(
+            ("n_heads", "d_model"),
+            f"n_heads {n_heads} does not divide d_model {d_model}; nearest n_heads that do: {close}",
+        )
+
+
+class TextClassifierModelConfig(Section):
+    """The transformer encoder that classifies texts."""
+
+    d_model: int = Field(default=128, ge=1, description="Width of the token vectors.")
+    n_heads: int = Field(default=4, ge=1, description="Attention heads per layer; must divide d_model.")
+    num_layers: int = Field(default=2, ge=1, description="Number of encoder layers.")
+    dim_feedforward: int = Field(default=256, ge=1, description="Width of the feed-forward part of each layer.")
+    max_seq_len: int = Field(default=128, ge=1, description="Longest text in tokens; longer ones are cut.")
+    dropout: float = Field(default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention and feed-forward.")
+    num_classes: Count | Auto = Field(default="auto", description="Number of classes; auto takes it from the data set.")
+    vocab_size: Count | Auto = Field(
+        default="auto", description="Rows of the embedding; auto takes the tokenizer's size."
+    )
+    init_from: Annotated[str | None, OffNone] = Field(
+        default=None, description="Safetensors file with weights to start from."
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> TextClassifierModelConfig:
+        _check_heads(self.d_model, self.n_heads)
+        return self
+
+
+class GPTModelConfig(Section):
+    """The decoder that predicts the next token."""
+
+    d_model: int = Field(default=768, ge=1, description="Width of the token vectors.")
+    n_heads: int = Field(default=12, ge=1, description="Attention heads per layer; must divide d_model.")
+    num_layers: int = Field(default=12, ge=1, description="Number of decoder layers.")
+    max_seq_len: int = Field(default=1024, ge=2, description="Context length in tokens.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout after embeddings, attention and feed-forward.")
+    vocab_size: Count | Auto = Field(
+        default="auto", description="Rows of the embedding; auto takes the tokenizer's size."
+    )
+    init_from: Annotated[str | None, OffNone] = Field(
+        default=None, description="Safetensors file with weights to start from."
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> GPTModelConfig:
+        _check_heads(self.d_model, self.n_heads)
+        return self
+
+
+class CustomModelConfig(Section):
+    """Settings of your own workload: any keys, handed to your function as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    init_from: Annotated[str | None, OffNone] = Field(
+        default=None, description="Safetensors file with weights to start from."
+    )
+
+
+MODEL_SECTIONS: dict[str, type[Section]] = {
+    "text_classifier": TextClassifierModelConfig,
+    "gpt": GPTModelConfig,
+}
+OWN_WORKLOAD = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+
+
+def model_section_of(workload: object) -> type[Section] | None:
+    """The class of the `model` section under a workload; None when there is no such workload."""
+    if not isinstance(workload, str):
+        return None
+    return CustomModelConfig if OWN_WORKLOAD.match(workload) else MODEL_SECTIONS.get(workload)

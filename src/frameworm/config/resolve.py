@@ -1,0 +1,187 @@
+"""From what a config asks for to what one run does: every `auto` that depends on the machine becomes a value.
+
+Pure functions: what the machine has is passed in, so that a laptop can resolve a config for a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+from frameworm.config.checks import check, key
+from frameworm.config.problems import Problem, make_error
+from frameworm.config.schema import Config, TrainingConfig
+from frameworm.errors import ConfigError, DeviceError
+
+DEFAULT_GLOBAL_BATCH = 32
+
+GLOBAL_BATCH = key("training.global_batch")
+OTHER_BATCH_KEYS = tuple(key(f"training.{name}") for name in ("micro_batch", "batch_size", "accumulation"))
+
+
+class Batch(NamedTuple):
+    """The batch words; `global_batch` = `micro_batch` x `accumulation` x world size."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def resolve(
+    config: Config, *, world_size: int, device: Literal["cpu", "cuda"], bf16: bool, allow_uneven: bool = False
+) -> Config:
+    """Decide what depends on the machine and the number of processes.
+
+    `data.num_workers` stays `auto` or `measure`: the loader knows the machine it runs on. `training.batch_size` becomes
+    `training.micro_batch`.
+
+    Args:
+        config: What was asked for; it is not changed.
+        world_size: Number of processes.
+        device: The best device of the machine.
+        bf16: Whether that device computes in bfloat16.
+        allow_uneven: After an elastic resize the global batch is kept although it does not divide; the micro-batch is
+            then the largest share of any process and never grows.
+
+    Returns:
+        A copy in which the batch words, the device, the precision, the strategy and the like are concrete.
+
+    Raises:
+        ConfigError: Settings that do not fit together or to this number of processes.
+        DeviceError: A GPU is asked for and there is none.
+    """
+    assert world_size >= 1, world_size
+    check(config)
+    if config.gpu.device == "cuda" and device == "cpu":
+        raise DeviceError("gpu.device: cuda is asked for and no GPU can be used here; set gpu.device: auto or cpu")
+    chosen = device if config.gpu.device == "auto" else config.gpu.device
+    problems = list(_world_problems(config, world_size, chosen))
+    batch: Batch | None = None
+    try:
+        batch = batch_of(config.training, world_size, allow_uneven)
+    except BatchError as error:
+        problems.insert(0, Problem((GLOBAL_BATCH,), str(error), at=OTHER_BATCH_KEYS))
+    if problems or batch is None:
+        raise make_error(problems, config._origins)
+    return _copy(
+        config,
+        training={**batch._asdict(), "batch_size": None},
+        gpu={
+            "device": chosen,
+            "mixed_precision": _precision(config.gpu.mixed_precision, chosen, bf16),
+            "fused_optimizer": _unless_auto(config.gpu.fused_optimizer, True),
+            "benchmark": config.gpu.benchmark and not config.gpu.deterministic,
+        },
+        parallel={
+            "strategy": _unless_auto(config.parallel.strategy, "single" if world_size == 1 else "ddp"),
+            "backend": _unless_auto(config.parallel.backend, "nccl" if chosen == "cuda" else "gloo"),
+            "static_graph": _unless_auto(config.parallel.static_graph, False),
+        },
+        data={
+            "pin_memory": _unless_auto(config.data.pin_memory, chosen == "cuda"),
+            "persistent_workers": _unless_auto(config.data.persistent_workers, config.data.num_workers != 0),
+        },
+    )
+
+
+class BatchError(ValueError):
+    """The batch words cannot all hold."""
+
+
+def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = False) -> Batch:
+    """The batch words of a run.
+
+    Args:
+        training: The settings; any of the words may be missing.
+        world_size: Number of processes.
+        allow_uneven: See `resolve`.
+
+    Raises:
+        BatchError: They do not divide; the message names the nearest sizes that do.
+    """
+    micro = training.batch_size if training.micro_batch == "auto" else training.micro_batch
+    accumulation = None if training.accumulation == "auto" else training.accumulation
+    total = training.global_batch
+    if total is None:
+        if micro is not None:
+            steps = accumulation or 1
+            return Batch(micro * steps * world_size, micro, steps)
+        total = DEFAULT_GLOBAL_BATCH
+    unit = world_size * (micro or 1) * (accumulation or 1)
+    fits = total == unit if micro is not None and accumulation is not None else total % unit == 0
+    if fits:
+        steps = accumulation or (1 if micro is None else total // (micro * world_size))
+        return Batch(total, total // (world_size * steps), steps)
+    if allow_uneven and total >= world_size:
+        # More passes rather than larger ones: what fitted in memory before still fits.
+        steps = _divide_up(total, world_size * micro) if micro is not None else accumulation or 1
+        steps = min(steps, _divide_up(total, world_size))
+        return Batch(total, _divide_up(total, world_size * steps), steps)
+    raise BatchError(_does_not_fit(total, unit, world_size, micro, accumulation))
+
+
+def _divide_up(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _does_not_fit(total: int, unit: int, world_size: int, micro: int | None, accumulation: int | None) -> str:
+    parts = [f"world size {world_size}"]
+    parts += [f"micro_batch {micro}"] if micro is not None else []
+    parts += [f"accumulation {accumulation}"] if accumulation is not None else []
+    if micro is not None and accumulation is not None:
+        return f"global_batch {total} is not {' x '.join(parts)} = {unit}; set {unit}, or leave accumulation out"
+    sizes = [size for size in (total // unit * unit, (total // unit + 1) * unit) if size]
+    close = " or ".join(str(size) for size in sizes)
+    return f"global_batch {total} does not divide by {' x '.join(parts)}; nearest that does: {close}"
+
+
+def _world_problems(config: Config, world_size: int, device: str) -> list[Problem]:
+    """What the number of processes and the device rule out."""
+    strategy, backend = config.parallel.strategy, config.parallel.backend
+    found = []
+    if strategy in ("single", "dp") and world_size > 1:
+        text = f"{strategy} is one process and there are {world_size}; use ddp or auto"
+        found.append(Problem((key("parallel.strategy"),), text))
+    elif strategy == "dp" and device == "cpu":
+        text = "dp spreads one process over GPUs and no GPU can be used here; use single or ddp"
+        found.append(Problem((key("parallel.strategy"),), text))
+    if backend == "nccl" and device == "cpu":
+        text = "nccl talks between GPUs and no GPU can be used here; use gloo or auto"
+        found.append(Problem((key("parallel.backend"),), text))
+    return found
+
+
+def _precision(asked: str, device: str, bf16: bool) -> str:
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "off"
+    return "bf16" if bf16 else "fp16"
+
+
+def _unless_auto(value: Any, decided: Any) -> Any:
+    return decided if value == "auto" else value
+
+
+def _copy(config: Config, **changes: dict[str, Any]) -> Config:
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def effective_lr(config: Config) -> float:
+    """The peak learning rate after `training.lr_scaling`.
+
+    Args:
+        config: A resolved config.
+
+    Raises:
+        ConfigError: The rate depends on a global batch that is not resolved yet.
+    """
+    training = config.training
+    if training.lr_scaling == "none":
+        return training.lr
+    assert training.base_batch is not None
+    if training.global_batch is None:
+        raise ConfigError("training.global_batch: lr_scaling needs it; resolve the config first")
+    growth = training.global_batch / training.base_batch
+    return training.lr * (growth if training.lr_scaling == "linear" else math.sqrt(growth))

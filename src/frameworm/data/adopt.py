@@ -1,0 +1,220 @@
+"""What becomes of a user's own loader in a run of several processes: no rank trains on another's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.data.prefetch import CudaDataLoader
+from frameworm.errors import ConfigError, DataError
+
+SEED_LIMIT = 2**63
+
+
+class RankBatches:
+    """Every world_size-th batch of an iterable; ranks may end one batch apart."""
+
+    def __init__(self, source: Any, rank: int, world_size: int) -> None:
+        self.source = source
+        self.rank = rank
+        self.world_size = world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the source the epoch, if it wants to know."""
+        set_loader_epoch(self.source, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self.source if isinstance(self.source, Iterable) else self.source()
+        return islice(iter(batches), self.rank, None, self.world_size)
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.source) - self.rank) // self.world_size))
+
+
+def adopt_loader(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    accumulation: int = 1,
+    seed: int = 0,
+    fill_empty: bool = True,
+    local_world_size: int | None = None,
+) -> tuple[Any, str | None]:
+    """Make a loader serve one rank of a run.
+
+    Args:
+        loader: An `OptimizedDataLoader`, a torch `DataLoader`, any iterable of batches, or a function that returns one.
+        rank: This process.
+        world_size: Number of processes.
+        accumulation: Micro-batches per step.
+        seed: Seed of the order where the loader has none of its own.
+        fill_empty: As in `OptimizedDataLoader.create`; off for evaluation.
+        local_world_size: Ranks on this machine.
+
+    Returns:
+        The loader to use, and a sentence for the log when it is not the one given. One process uses it as it is.
+
+    Raises:
+        DataError: It cannot be split; the message says what to do.
+        ConfigError: Its distributed sampler was made for other ranks.
+    """
+    if isinstance(loader, CudaDataLoader):
+        inner, note = adopt_loader(
+            loader.loader,
+            rank=rank,
+            world_size=world_size,
+            accumulation=accumulation,
+            seed=seed,
+            fill_empty=fill_empty,
+            local_world_size=local_world_size,
+        )
+        return (loader if inner is loader.loader else CudaDataLoader(inner, loader.device)), note
+    if not isinstance(loader, Iterable) and not callable(loader):
+        raise DataError(
+            f"{type(loader).__name__} is no loader: it cannot be iterated; pass a DataLoader, an OptimizedDataLoader, "
+            "or any iterable of batches"
+        )
+    adopted, note = loader, None
+    if world_size > 1 and not isinstance(loader, OptimizedDataLoader):
+        if isinstance(loader, DataLoader):
+            adopted, note = _split_torch_loader(loader, rank, world_size, seed)
+        else:
+            adopted, note = _split_batches(loader, rank, world_size)
+    elif not isinstance(loader, Iterable):
+        adopted = RankBatches(loader, 0, 1)
+    if isinstance(adopted, OptimizedDataLoader):
+        adopted.shard(rank, world_size, accumulation, fill_empty=fill_empty, local_world_size=local_world_size)
+    return adopted, note
+
+
+def set_loader_epoch(loader: Any, epoch: int) -> None:
+    """Tell any loader, or whatever draws its order, that an epoch begins."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for listener in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        set_epoch: Callable[[int], None] | None = getattr(listener, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
+
+
+def _split_torch_loader(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> tuple[Any, str | None]:
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.batch_size is None:
+            return _split_batches(loader, rank, world_size)
+        return (
+            _rebuilt(loader, loader.batch_size, loader.drop_last, seed),
+            f"The iterable data set of the given DataLoader is split among {world_size} ranks by taking turns, sample "
+            "by sample; a data set that splits itself says so by shards_itself = True.",
+        )
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if _is_distributed(sampler):
+            _check_ranks(sampler, rank, world_size)
+            return loader, None
+    if batch_sampler is None:
+        raise DataError(
+            "the DataLoader has batch_size=None: its data set alone knows what a batch is, so samples cannot be split "
+            "among ranks; set batch_size, or pass a sampler that yields this rank's batches only and has the "
+            "attributes num_replicas and rank"
+        )
+    if type(batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"the DataLoader's own batch_sampler ({type(batch_sampler).__name__}) cannot be split among ranks; pass "
+            "sampler= and batch_size= instead, or let it yield this rank's batches only and give it the attributes "
+            "num_replicas and rank"
+        )
+    return _split_samples(loader, batch_sampler, world_size, seed)
+
+
+def _split_samples(loader: DataLoader[Any], batches: BatchSampler, world_size: int, seed: int) -> tuple[Any, str]:
+    """A loader of ours over the same data set, in the order the given one would have used."""
+    sampler, dataset = batches.sampler, loader.dataset
+    shuffle = isinstance(sampler, RandomSampler)
+    plain = isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) == len(dataset)  # type: ignore[arg-type]
+    if plain and not getattr(sampler, "replacement", False):
+        own, order = None, "a new order in every epoch" if shuffle else "the data set's order"
+    else:
+        own, order = sampler, f"the order its {type(sampler).__name__} draws"
+    generator = getattr(sampler, "generator", None) or loader.generator
+    if isinstance(generator, torch.Generator):
+        seed = _first_ranks(generator.initial_seed() % SEED_LIMIT)
+    rebuilt = _rebuilt(
+        loader,
+        batches.batch_size,
+        batches.drop_last,
+        seed,
+        shuffle=shuffle,
+        sampler=own,
+    )
+    return rebuilt, (
+        f"The given DataLoader has no distributed sampler: its samples are split among {world_size} ranks, "
+        f"{batches.batch_size} per rank and micro-batch, in {order}."
+    )
+
+
+def _rebuilt(
+    loader: DataLoader[Any], batch_size: int, drop_last: bool, seed: int, shuffle: bool = False, sampler: Any = None
+) -> OptimizedDataLoader:
+    return OptimizedDataLoader.create(
+        loader.dataset,
+        batch_size,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor or 2,
+        persistent_workers=loader.persistent_workers,
+        drop_last=drop_last,
+        shuffle=shuffle,
+        seed=seed,
+        # Ours knows data sets that assemble their own batches; torch's default would stack them once more.
+        collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
+        sampler=sampler,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout_s=loader.timeout,
+    )
+
+
+def _split_batches(loader: Any, rank: int, world_size: int) -> tuple[RankBatches, str]:
+    return RankBatches(loader, rank, world_size), (
+        f"The samples inside the given {type(loader).__name__} cannot be reached: {world_size} ranks take turns at its "
+        "batches, so a step covers as many batches as there are ranks."
+    )
+
+
+def _is_distributed(sampler: Any) -> bool:
+    return isinstance(sampler, DistributedSampler) or (
+        isinstance(getattr(sampler, "num_replicas", None), int) and isinstance(getattr(sampler, "rank", None), int)
+    )
+
+
+def _check_ranks(sampler: Any, rank: int, world_size: int) -> None:
+    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+        raise ConfigError(
+            f"the loader's {type(sampler).__name__} was made for rank {sampler.rank} of {sampler.num_replicas}, but "
+            f"this process is rank {rank} of {world_size}; make it with num_replicas={world_size}, rank={rank} or pass "
+            "the DataLoader without a distributed sampler"
+        )
+
+
+def _first_ranks(seed: int) -> int:
+    """Rank 0's seed, so that generators seeded differently on each rank cannot make ranks share samples."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return seed
+    seeds = [seed]
+    dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]

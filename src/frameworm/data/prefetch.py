@@ -1,0 +1,201 @@
+"""The transfer side of one loader: the next batch travels to the device while this one is computed on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from frameworm.errors import DeviceError
+
+
+def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool = True) -> Any:
+    """Put the tensors of a nested batch on a device; whatever holds none stays the same object.
+
+    Args:
+        batch: Tensors in tuples, named tuples, lists, mappings (HF encodings too) or objects with `.to`.
+        device: Where to.
+        non_blocking: Copy pinned tensors without waiting; others always wait.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking and batch.is_pinned())
+    if isinstance(batch, Mapping):
+        moved = {key: move_batch(value, device, non_blocking) for key, value in batch.items()}
+        if all(moved[key] is value for key, value in batch.items()):
+            return batch
+        return _like(batch, moved)
+    if callable(getattr(batch, "to", None)):
+        return _move_object(batch, device, non_blocking)
+    if isinstance(batch, (tuple, list)):
+        items = [move_batch(item, device, non_blocking) for item in batch]
+        if all(new is old for new, old in zip(items, batch)):
+            return batch
+        if hasattr(batch, "_fields"):
+            return type(batch)(*items)
+        return type(batch)(items)
+    return batch
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a nested batch, first to last; of other objects those that are attributes."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from tensors_in(item)
+    elif callable(getattr(batch, "to", None)) and hasattr(batch, "__dict__"):
+        for value in vars(batch).values():
+            yield from tensors_in(value)
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor that has one, or None."""
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
+    return None
+
+
+class CudaDataLoader:
+    """Yields a loader's batches on a device, copied one batch ahead on a stream of their own.
+
+    On the CPU it passes batches through. Everything else (length, `set_epoch`, `seek`, `step_shape`, `dataset`) is
+    the inner loader's. An error in the loader is raised where its batch would have come, not one batch early.
+
+    Args:
+        loader: Any iterable of batches.
+        device: Where they are wanted.
+
+    Raises:
+        DeviceError: There is no such GPU.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str | int) -> None:
+        self.loader: Any = loader
+        self.device = _checked(device)
+        self._stream: torch.cuda.Stream | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.device.type == "cuda":
+            return self._ahead(iter(self.loader))
+        return (move_batch(batch, self.device) for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        upcoming = _Transfer(batches, self.device, stream)
+        while True:
+            transfer = upcoming
+            batch = transfer.receive()
+            if transfer.ended:
+                return
+            # The next copy is on its way before the caller computes on this batch; should the caller wait for the
+            # device in every step, the copy still runs beside the step.
+            upcoming = _Transfer(batches, self.device, stream)
+            del transfer
+            yield batch
+            del batch
+
+
+class _Transfer:
+    """One batch on its way to the device, or the error that came instead of it."""
+
+    __slots__ = ("_batch", "_device", "_done", "_error", "_late", "ended")
+
+    def __init__(self, batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._error: Exception | None = None
+        self._batch: Any = None
+        self._late = False
+        self.ended = False
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            # Not on the side stream: a loader that computes on the device does so in order with the caller.
+            batch = next(batches)
+        except StopIteration:
+            self.ended = True
+            return
+        except Exception as error:
+            self._error = error
+            return
+        if _hides_tensors(batch):
+            # What cannot be seen cannot be guarded by record_stream: it is copied on the caller's own stream.
+            self._batch, self._late = batch, True
+            return
+        with torch.cuda.stream(stream):
+            self._batch = move_batch(batch, device)
+            self._done.record(stream)
+
+    def receive(self) -> Any:
+        """The batch, safe to use on the caller's current stream."""
+        if self._error is not None:
+            raise self._error
+        if self._late:
+            return move_batch(self._batch, self._device)
+        if not self.ended:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._done)
+            for tensor in tensors_in(self._batch):
+                if tensor.is_cuda:
+                    # Its memory belongs to the side stream, which must not reuse it while the caller's still reads.
+                    tensor.record_stream(current)
+        return self._batch
+
+
+def _hides_tensors(batch: Any) -> bool:
+    """Whether some object in the batch can be moved but shows no tensor."""
+    if isinstance(batch, torch.Tensor):
+        return False
+    if isinstance(batch, Mapping):
+        return any(_hides_tensors(value) for value in batch.values())
+    if isinstance(batch, (tuple, list)):
+        return any(_hides_tensors(item) for item in batch)
+    return callable(getattr(batch, "to", None)) and next(tensors_in(batch), None) is None
+
+
+def _move_object(batch: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    pinned = getattr(batch, "is_pinned", None)
+    if non_blocking and callable(pinned) and pinned():
+        return batch.to(device, non_blocking=True)
+    return batch.to(device)
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """The moved values in a mapping of the same kind, with whatever else it carries."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return moved
+    clone = copy.copy(batch)
+    try:
+        clone.update(moved)
+    except (TypeError, NotImplementedError):
+        return moved
+    return clone
+
+
+def _checked(device: torch.device | str | int) -> torch.device:
+    """The device with its number, if it is there."""
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DeviceError(f"device {wanted} was asked for, but torch finds no GPU; use device 'cpu'")
+    if str(wanted) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted.index >= count:
+        raise DeviceError(f"device {wanted} was asked for, but there are only {count} GPUs, cuda:0 to cuda:{count - 1}")
+    return wanted

@@ -1,0 +1,301 @@
+"""Which samples form which step: the same ones, whatever the number of ranks, workers and micro-batches.
+
+An epoch has one order of its samples. A step is a slice of it, a rank takes a slice of the step and cuts that into
+micro-batches. So a run on four ranks sees in step s what a run on one rank sees in step s.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from frameworm.data.seeding import mix, seeded
+from frameworm.errors import ConfigError, DataError
+
+Order = npt.NDArray[Any]
+
+
+class StepShape(NamedTuple):
+    """How large one step is, known before its batches are.
+
+    Attributes:
+        samples: This rank's samples per micro-batch; 0 for a filler, which runs but must not count.
+        global_samples: Samples of the step over all ranks.
+        tokens: Real tokens in this rank's samples, or None when the data set does not say.
+        padded_tokens: Tokens this rank computes on, padding and fillers included, or None.
+    """
+
+    samples: list[int]
+    global_samples: int
+    tokens: int | None = None
+    padded_tokens: int | None = None
+
+    @property
+    def local_samples(self) -> int:
+        """This rank's samples in the step."""
+        return sum(self.samples)
+
+
+class _Piece(NamedTuple):
+    """One micro-batch, as positions within its step."""
+
+    start: int
+    stop: int
+    samples: int
+
+
+def share_of(samples: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The contiguous part of a step that a rank takes, as positions within the step."""
+    return samples * rank // world_size, samples * (rank + 1) // world_size
+
+
+def cut(share: int, micro_batch: int, pieces: int) -> list[int]:
+    """Sizes of `pieces` micro-batches for `share` samples: large ones first, none empty while samples last."""
+    sizes = []
+    for following in range(pieces - 1, -1, -1):
+        size = min(micro_batch, max(share - following, min(share, 1)))
+        sizes.append(size)
+        share -= size
+    assert share == 0, "the pieces hold fewer samples than the share"
+    return sizes
+
+
+class StepSampler(Sampler[list[int]]):
+    """Batch sampler that yields the micro-batches of one rank, step by step.
+
+    With `fill_empty` all ranks run equally many micro-batches in a step, as strategies that communicate in every
+    forward pass need: a rank with nothing left gets a filler of one sample (the step's first), shaped 0.
+
+    Args:
+        size: Number of samples in the data set.
+        global_batch: Samples per step over all ranks.
+        micro_batch: Most samples per forward pass on one rank.
+        rank: This process.
+        world_size: Number of processes.
+        shuffle: A new order in every epoch; otherwise the order of the data set.
+        seed: Seed of the order; must be the same on all ranks.
+        drop_last: Leave out the last step when it is short.
+        fill_empty: Keep ranks in step by fillers; off for evaluation, where a rank may have less to do.
+
+    Raises:
+        DataError: No samples, or too few for one step with `drop_last`.
+        ConfigError: A number out of range.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        global_batch: int,
+        micro_batch: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        fill_empty: bool = True,
+    ) -> None:
+        for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("world_size", world_size)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} must be 1 or more")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank: {rank} is not one of the {world_size} ranks 0 to {world_size - 1}")
+        if seed < 0:
+            raise ConfigError(f"seed: {seed} must be 0 or more")
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.fill_empty = fill_empty
+        self._size = size
+        self._epoch = 0
+        self._start = 0
+        self._order: Order | None = None
+        self._plans: dict[int, list[_Piece]] = {}
+        self._check_size(size)
+
+    @property
+    def size(self) -> int:
+        """Samples in the epoch, the ones `drop_last` leaves out included."""
+        return self._size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order is in force."""
+        return self._epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in the epoch, the same on all ranks."""
+        return self.size // self.global_batch if self.drop_last else -(-self.size // self.global_batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch for the next iteration; it decides the order."""
+        if epoch < 0:
+            raise ConfigError(f"epoch: {epoch} must be 0 or more")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = None
+
+    def seek(self, step: int) -> None:
+        """Let the next iteration, and only that one, begin at a step of the epoch."""
+        if not 0 <= step <= self.steps_per_epoch:
+            raise ConfigError(f"step: {step} is not within the epoch's {self.steps_per_epoch} steps")
+        self._start = step
+
+    def shape(self, step: int) -> StepShape:
+        """How many samples each micro-batch of a step holds."""
+        samples = self._samples_in(step)
+        return StepShape([piece.samples for piece in self._plan(samples)], samples)
+
+    def indices(self, step: int) -> list[Order]:
+        """The samples of each of this rank's micro-batches of a step, in this epoch; a filler's included."""
+        samples = self._samples_in(step)
+        begin = step * self.global_batch
+        order = self.order()
+        return [order[begin + piece.start : begin + piece.stop] for piece in self._plan(samples)]
+
+    def order(self) -> Order:
+        """All samples of the epoch in the order in which steps take them."""
+        if self._order is None:
+            self._order = self._draw(self._epoch)
+        return self._order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # The order and the first step are fixed here, not at the first batch: workers run ahead of the loop.
+        return self._batches(self.order(), self._start)
+
+    def __len__(self) -> int:
+        """This rank's micro-batches in a whole epoch."""
+        full, rest = divmod(self.size, self.global_batch)
+        short = len(self._plan(rest)) if rest and not self.drop_last else 0
+        return full * len(self._plan(self.global_batch)) + short
+
+    def _draw(self, epoch: int) -> Order:
+        if not self.shuffle:
+            return np.arange(self._size)
+        return np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self._size)
+
+    def _batches(self, order: Order, start: int) -> Iterator[list[int]]:
+        # Only now is the seek spent: torch's loader makes two iterators to begin with and draws from the second.
+        self._start = 0
+        global_batch = self.global_batch
+        for begin in range(start * global_batch, len(order), global_batch):
+            samples = min(global_batch, len(order) - begin)
+            if samples < global_batch and self.drop_last:
+                return
+            for piece in self._plan(samples):
+                yield order[begin + piece.start : begin + piece.stop].tolist()
+
+    def _samples_in(self, step: int) -> int:
+        """Samples of a step over all ranks."""
+        samples = min(self.global_batch, self.size - step * self.global_batch)
+        if step < 0 or samples < (self.global_batch if self.drop_last else 1):
+            raise ConfigError(f"step: {step} is not within the epoch's {self.steps_per_epoch} steps")
+        return samples
+
+    def _plan(self, samples: int) -> list[_Piece]:
+        """This rank's micro-batches for a step of so many samples; there are two such numbers in an epoch."""
+        plan = self._plans.get(samples)
+        if plan is None:
+            begin, end = share_of(samples, self.rank, self.world_size)
+            # The largest share is the rounded-up mean.
+            pieces = -(-(-(-samples // self.world_size) if self.fill_empty else end - begin) // self.micro_batch)
+            plan = []
+            for size in cut(end - begin, self.micro_batch, pieces):
+                plan.append(_Piece(begin, begin + size, size) if size else _Piece(0, 1, 0))
+                begin += size
+            self._plans[samples] = plan
+        return plan
+
+    def _check_size(self, size: int) -> None:
+        if size < 1:
+            raise DataError("the data set has no samples")
+        if self.drop_last and size < self.global_batch:
+            raise DataError(
+                f"the data set has {size} samples, fewer than the global batch of {self.global_batch}, and drop_last "
+                "leaves out short steps: nothing would remain; lower the batch or turn drop_last off"
+            )
+
+
+class OrderedSplitSampler(StepSampler):
+    """Splits what a user's own sampler draws by the same rule.
+
+    All ranks draw the whole sequence under random state that follows from seed and epoch alone, so they draw the same.
+    The process's own random state is left as it was. A `set_epoch` of the sampler is called.
+
+    Args:
+        sampler: Yields sample indices, such as `WeightedRandomSampler`.
+        global_batch: Samples per step over all ranks.
+        micro_batch: Most samples per forward pass on one rank.
+        rank: This process.
+        world_size: Number of processes.
+        seed: Seed of what the sampler draws.
+        drop_last: Leave out the last step when it is short.
+        fill_empty: Keep ranks in step by fillers.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        global_batch: int,
+        micro_batch: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        drop_last: bool = False,
+        fill_empty: bool = True,
+    ) -> None:
+        super().__init__(
+            global_batch,  # stands in until the first draw
+            global_batch,
+            micro_batch,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            drop_last=drop_last,
+            fill_empty=fill_empty,
+        )
+        self.sampler = sampler
+
+    @property
+    def size(self) -> int:
+        return len(self.order())
+
+    def _draw(self, epoch: int) -> Order:
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        generator = getattr(self.sampler, "generator", None)
+        own = generator if isinstance(generator, torch.Generator) else None
+        with seeded(self.seed, epoch):
+            kept = None if own is None else own.get_state()
+            try:
+                if own is not None:
+                    own.manual_seed(mix(self.seed, epoch))
+                drawn = list(self.sampler)
+            finally:
+                if own is not None and kept is not None:
+                    own.set_state(kept)
+        self._check_size(len(drawn))
+        return _as_order(drawn)
+
+
+def _as_order(drawn: list[Any]) -> Order:
+    """Indices as an array: numbers where they are numbers, otherwise whatever keys the data set takes."""
+    try:
+        return np.array([operator.index(index) for index in drawn], dtype=np.int64)
+    except TypeError:
+        order = np.empty(len(drawn), dtype=object)
+        order[:] = drawn
+        return order

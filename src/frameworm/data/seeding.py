@@ -1,0 +1,65 @@
+"""Random state that follows from a few numbers, and leaves the process's own alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def mix(*entropy: int) -> int:
+    """One 63-bit seed from several numbers; near numbers give unrelated seeds."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_process(*entropy: int) -> None:
+    """Seed Python, NumPy and torch (CPU) in this process."""
+    seed = mix(*entropy)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+class RandomState:
+    """Random state of its own, put in place of the process's while a `with` block runs, and kept in between."""
+
+    def __init__(self, *entropy: int) -> None:
+        outside = _read()
+        try:
+            seed_process(*entropy)
+            self._state = _read()
+        finally:
+            _write(outside)
+        self._outside = outside
+
+    def __enter__(self) -> None:
+        self._outside = _read()
+        _write(self._state)
+
+    def __exit__(self, *raised: object) -> None:
+        self._state = _read()
+        _write(self._outside)
+
+
+@contextmanager
+def seeded(*entropy: int) -> Iterator[None]:
+    """Run a block under state that follows from the numbers; afterwards the process's own is back."""
+    with RandomState(*entropy):
+        yield
+
+
+_State = tuple[object, dict[str, object], torch.Tensor]
+
+
+def _read() -> _State:
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def _write(state: _State) -> None:
+    python, numpy, torch_cpu = state
+    random.setstate(python)  # type: ignore[arg-type]
+    np.random.set_state(numpy)
+    torch.set_rng_state(torch_cpu)

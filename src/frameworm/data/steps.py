@@ -1,0 +1,147 @@
+"""From a stream of batches to steps: which micro-batches belong together, and how many samples all ranks have in them.
+
+Loaders of ours know the shape of every step beforehand. A foreign loader is grouped by count; with several ranks its
+sizes are agreed on before each step, so that no rank waits for one that has run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data.distributed import DistributedSampler
+
+from frameworm.data.adopt import set_loader_epoch
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.errors import DataError
+
+SumOverRanks = Callable[[float], float]
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The micro-batches of one step on this rank."""
+
+    batches: list[Any]
+    samples: list[int]  # per micro-batch; 0 for a filler that only keeps this rank in step with the others
+    global_samples: int
+    tokens: int | None = None
+    padded_tokens: int | None = None
+
+    local_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.local_samples = sum(self.samples)
+
+
+class StepSource:
+    """Yields the steps of one epoch at a time, from any step on."""
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        accumulation: int,
+        world_size: int = 1,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> None:
+        self._loader = loader
+        self._inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
+        self._accumulation = accumulation
+        self._world_size = world_size
+        self._sum_over_ranks = sum_over_ranks
+        planned = isinstance(self._inner, OptimizedDataLoader) and self._inner.sampler is not None
+        self._planned: OptimizedDataLoader | None = self._inner if planned else None
+        # torch's distributed sampler gives every rank equally many samples, so nobody needs to be asked.
+        samplers = (getattr(self._inner, "sampler", None), getattr(self._inner, "batch_sampler", None))
+        self._even = any(
+            isinstance(item, DistributedSampler) for item in (*samplers, getattr(samplers[1], "sampler", None))
+        )
+
+    @property
+    def seekable(self) -> bool:
+        """Whether an epoch can begin anywhere without reading what comes before."""
+        return self._planned is not None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in an epoch, or None when nobody knows beforehand."""
+        if self._planned is not None:
+            return self._planned.steps_per_epoch
+        try:
+            if isinstance(self._inner, OptimizedDataLoader):
+                return self._inner.steps_per_epoch
+            return -(-len(self._inner) // self._accumulation)
+        except TypeError:
+            return None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[StepBatch]:
+        """The steps of an epoch (numbered from 0) from step `start` on.
+
+        A foreign loader is read through from its beginning, so that whatever it draws at random it draws again.
+        """
+        set_loader_epoch(self._inner, epoch)
+        if self._planned is not None:
+            return self._planned_steps(start)
+        steps = self._grouped_steps(iter(self._loader))
+        for _ in range(start):
+            next(steps, None)
+        return steps
+
+    def _planned_steps(self, start: int) -> Iterator[StepBatch]:
+        planned = self._planned
+        assert planned is not None
+        if start >= planned.steps_per_epoch:
+            return iter(())
+        if start:
+            planned.seek(start)
+        # The iterator is made here, not at the first step: making it draws random numbers.
+        return self._read_plan(planned, iter(self._loader), start)
+
+    def _read_plan(self, planned: OptimizedDataLoader, batches: Iterator[Any], start: int) -> Iterator[StepBatch]:
+        for index in range(start, planned.steps_per_epoch):
+            shape = planned.step_shape(index)
+            yield StepBatch(
+                [next(batches) for _ in shape.samples],
+                list(shape.samples),
+                shape.global_samples,
+                shape.tokens,
+                shape.padded_tokens,
+            )
+
+    def _grouped_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
+        last: Any = None
+        while True:
+            group = _take(batches, self._accumulation)
+            samples = [_size(batch) for batch in group]
+            local = sum(samples)
+            if self._world_size == 1 or self._even:
+                total = local * self._world_size
+            else:
+                assert self._sum_over_ranks is not None
+                total = int(self._sum_over_ranks(float(local)))
+            if total == 0:
+                return
+            if group:
+                last = group[-1]
+            elif last is None:
+                raise DataError("this rank's loader is empty while other ranks have batches; give every rank some data")
+            else:
+                group, samples = [last], [0]
+            yield StepBatch(group, samples, total)
+
+
+def _take(batches: Iterable[Any], count: int) -> list[Any]:
+    taken = []
+    for batch in batches:
+        taken.append(batch)
+        if len(taken) == count:
+            break
+    return taken
+
+
+def _size(batch: Any) -> int:
+    size = batch_size_of(batch)
+    return 1 if size is None else size

@@ -1,0 +1,144 @@
+"""Loader processes: how many, what they draw at random, and what they see of the loop."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from frameworm.data.seeding import seed_process
+
+MOST_AUTOMATIC_WORKERS = 4
+MEASURED_BATCHES = 48
+MEASURED_S = 1.0
+
+
+def base_of(dataset: Any) -> Any:
+    """The data set behind any subsets of it."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def usable_workers(local_world_size: int) -> int:
+    """Processes each rank of this machine may start so that every rank keeps a core for its loop."""
+    from frameworm.hardware.host import usable_cpus
+
+    return max(0, usable_cpus() // max(1, local_world_size) - 1)
+
+
+def automatic_workers(dataset: Any, local_world_size: int) -> int:
+    """Worker count when nobody chose one: none for data sets that assemble whole batches without Python per sample."""
+    if hasattr(base_of(dataset), "__getitems__"):
+        return 0
+    return min(MOST_AUTOMATIC_WORKERS, usable_workers(local_world_size))
+
+
+def worker_candidates(most: int) -> list[int]:
+    """Counts worth timing: 0, then powers of two up to `most`."""
+    candidates = [0]
+    count = 1
+    while count <= most:
+        candidates.append(count)
+        count *= 2
+    return candidates
+
+
+def measure_workers(
+    candidates: Sequence[int],
+    batches_of: Callable[[int], Iterable[Any]],
+    *,
+    batches: int = MEASURED_BATCHES,
+    limit_s: float = MEASURED_S,
+) -> dict[int, float]:
+    """Seconds per batch for each worker count, start of the processes left out.
+
+    Args:
+        candidates: Worker counts to try.
+        batches_of: Gives a fresh loader for a count.
+        batches: Most batches drawn per count.
+        limit_s: Most seconds spent per count after the first batches.
+    """
+    return {count: _seconds_per_batch(iter(batches_of(count)), max(1, count), batches, limit_s) for count in candidates}
+
+
+def _seconds_per_batch(drawn: Iterator[Any], ahead: int, batches: int, limit_s: float) -> float:
+    began = time.perf_counter()
+    # The first batch of each worker was made while the processes started.
+    early = sum(1 for _ in zip(range(ahead), drawn))
+    started = time.perf_counter()
+    count = 0
+    for _ in drawn:
+        count += 1
+        if count >= batches or time.perf_counter() - started > limit_s:
+            break
+    now = time.perf_counter()
+    if count == 0:
+        return (now - began) / max(early, 1)
+    return (now - started) / count
+
+
+def as_it_is(batch: Any) -> Any:
+    """Collate function for batches that are batches already."""
+    return batch
+
+
+class SharedEpoch:
+    """The epoch, where workers that outlive it can read it."""
+
+    def __init__(self) -> None:
+        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    @property
+    def value(self) -> int:
+        """The epoch in force."""
+        return int(self._value.item())
+
+    @value.setter
+    def value(self, epoch: int) -> None:
+        self._value.fill_(epoch)
+
+
+class SeededDataset(Dataset[Any]):
+    """What workers read from: the user's data set, with random state set anew for every batch.
+
+    The state follows from seed, epoch and the batch's first sample, so it does not depend on which worker draws the
+    batch, on how many there are, or on whether the run was resumed in between.
+    """
+
+    def __init__(self, inner: Any, seed: int, epoch: SharedEpoch) -> None:
+        self.inner = inner
+        self._seed = seed
+        self._epoch = epoch
+        self._many: Callable[[list[Any]], Any] | None = getattr(inner, "__getitems__", None)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        first = indices[0]
+        if not isinstance(first, int):
+            first = zlib.crc32(repr(first).encode())
+        seed_process(self._seed, self._epoch.value, abs(first))
+        if self._many is not None:
+            return self._many(indices)
+        return [self.inner[index] for index in indices]
+
+
+class WorkerStart:
+    """Runs first in every worker: shows the user's own function the user's own data set."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None, "called outside a worker"
+        # torch guards the record against assignment; users expect the data set they passed, not the one around it.
+        object.__setattr__(info, "dataset", info.dataset.inner)  # type: ignore[attr-defined]
+        if self._then is not None:
+            self._then(worker_id)

@@ -1,0 +1,173 @@
+"""What a run leaves behind, seen from the engine: one folder shared by all ranks, or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from frameworm.config.schema import Config
+from frameworm.errors import RunFolderError
+from frameworm.launch.process_group import broadcast_object
+from frameworm.observe.sinks import TensorBoardSink
+from frameworm.records.events import Listener
+from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
+from frameworm.records.series import SeriesPoint
+from frameworm.records.store import RunFolder, newest_unfinished
+from frameworm.records.writer import JsonLinesWriter, StepReader
+from frameworm.report.html import render_html
+from frameworm.report.progress import ProgressLine
+from frameworm.report.text import render_text
+
+log = logging.getLogger("frameworm")
+RUNS = Path("runs")
+
+
+class RunOutput:
+    """The run folder, the writers into it and the progress line.
+
+    Args:
+        folder: The folder, or None to leave nothing behind.
+        resumed: The folder holds a run to go on with.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder | None,
+        *,
+        resumed: bool,
+        show_progress: bool,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.folder = folder
+        self.resumed = resumed
+        self._config = config
+        self._show_progress = show_progress
+        self._rank = rank
+        self._world_size = world_size
+        self._writer: JsonLinesWriter | None = None
+
+    def listeners(self, rank: int, total_steps: int | None) -> list[Listener]:
+        """Who else listens on this rank: the step writer, other sinks, the progress line."""
+        found: list[Listener] = []
+        sinks = self._config.observe.sinks
+        if self.folder is not None and "jsonl" in sinks:
+            self._writer = JsonLinesWriter(self.folder.steps(rank))
+            found.append(self._writer)
+        if self.folder is not None and rank == 0:
+            found.append(EpochTable(self.folder))
+            if "tensorboard" in sinks:
+                found.append(TensorBoardSink(self.folder.path / "tensorboard"))
+        if self._show_progress and rank == 0:
+            found.append(ProgressLine(total_steps, self._config.training.epochs, self._world_size))
+        return found
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved config; from here on the folder is a run's."""
+        if self.folder is not None and self._rank == 0:
+            self.folder.write_config(text)
+
+    def flush_steps(self) -> None:
+        """Let the step records reach the file before a checkpoint claims them."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def forget_steps_after(self, rank: int, step: int) -> None:
+        """Drop records of steps that will be done again."""
+        if self.folder is not None:
+            self.folder.truncate_steps(rank, step)
+
+    def earlier_steps(self, rank: int) -> Iterator[StepRecord]:
+        """The records a resumed run already has."""
+        path = None if self.folder is None else self.folder.steps(rank)
+        return iter(StepReader(path)) if path is not None and path.exists() else iter(())
+
+    def close(self) -> list[str]:
+        """Finish writing steps; returns what was lost, in words."""
+        if self._writer is None:
+            return []
+        self._writer.close()
+        if not self._writer.lost:
+            return []
+        return [
+            f"{self._writer.lost} step records of rank {self._rank} were lost: {self._writer.problem or 'queue full'}"
+        ]
+
+    def write_results(self, record: RunRecord, series: Sequence[SeriesPoint], config_text: str) -> None:
+        """Write summary and report; a disk that refuses does not undo the training."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.write_epochs(record.epochs)
+            self.folder.write_report(render_html(record, series, config_text))
+            self.folder.write_summary(record, render_text(record))
+        except RunFolderError as error:
+            record.notes.append(str(error))
+            log.warning("%s", error)
+
+
+class EpochTable(Listener):
+    """Keeps epochs.csv up to date while the run goes on."""
+
+    must_not_break_training = True
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._epochs = folder.read_epochs() if folder.epochs_csv.exists() else []
+
+    def on_epoch(self, epoch: EpochRecord) -> None:
+        """Add the epoch and write the table anew."""
+        self._epochs = [item for item in self._epochs if item.epoch < epoch.epoch] + [epoch]
+        self._folder.write_epochs(self._epochs)
+
+
+def open_output(
+    config: Config,
+    *,
+    run_dir: str | Path | None,
+    resume: str | Path | None,
+    show_progress: bool,
+    rank: int,
+    world_size: int,
+) -> RunOutput:
+    """Find or make the run folder on rank 0 and tell the others.
+
+    Args:
+        run_dir: A folder, `auto` for runs/<name>-<time>, or None for no folder at all.
+        resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or a folder.
+
+    Raises:
+        RunFolderError: The folder is taken, missing or cannot be written.
+    """
+    choice: tuple[str | None, bool] | Exception = (None, False)
+    if rank == 0:
+        try:
+            folder, resumed = _choose(config, run_dir, resume)
+            choice = (None if folder is None else str(folder.path), resumed)
+        except RunFolderError as error:
+            choice = error
+    choice = broadcast_object(choice)
+    if isinstance(choice, Exception):
+        raise choice
+    path, resumed = choice
+    folder = None if path is None else RunFolder(path)
+    return RunOutput(config, folder, resumed=resumed, show_progress=show_progress, rank=rank, world_size=world_size)
+
+
+def _choose(config: Config, run_dir: str | Path | None, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
+    if resume is not None and str(resume) != "auto":
+        return RunFolder.open(resume), True
+    out = None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
+    if resume is not None:
+        if out is not None and RunFolder(out).holds_run():
+            return RunFolder.open(out), True
+        if out is None:
+            unfinished = newest_unfinished(RUNS, config.name)
+            if unfinished is not None:
+                return unfinished, True
+        log.info("no unfinished run of %s to resume: starting afresh", config.name)
+    if run_dir is None:
+        return None, False
+    return RunFolder.create(out, config.name, RUNS), False

@@ -1,0 +1,171 @@
+"""The loop: fetch, step, record, save, validate, until the epochs are done or somebody asks to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import time
+
+import torch
+
+from frameworm.config.schema import EarlyStopConfig
+from frameworm.data.steps import StepBatch, StepSource
+from frameworm.engine.evaluation import Evaluation
+from frameworm.engine.state import TrainingState
+from frameworm.engine.step import TrainStep
+from frameworm.launch.stopping import StopAgreement
+from frameworm.observe.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
+from frameworm.records.events import Events
+from frameworm.records.schema import EpochRecord, StepRecord
+
+
+@dataclass
+class Limits:
+    """When the loop ends and when it saves."""
+
+    epochs: int
+    max_steps: int | None = None
+    save_every: int | None = None
+    early_stop: EarlyStopConfig | None = None
+
+
+class TrainingLoop:
+    """Runs the steps of a training and hands out what happened."""
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        source: StepSource,
+        clock: StepClock,
+        events: Events,
+        agreement: StopAgreement,
+        state: TrainingState,
+        limits: Limits,
+        save: Callable[[], None],
+        validate: Callable[[], Evaluation] | None,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+    ) -> None:
+        self._step = step
+        self._source = source
+        self._clock = clock
+        self._events = events
+        self._agreement = agreement
+        self._state = state
+        self.progress = state.progress
+        self._limits = limits
+        self._save = save
+        self._validate = validate
+        self._sum_over_ranks = sum_over_ranks
+        self._validation: Evaluation | None = None
+
+    def run(self) -> str:
+        """Train until the end; returns the status: completed, or why it stopped before."""
+        progress = self.progress
+        self._step.wrapped.train()
+        while not progress.finished and progress.epoch < self._limits.epochs:
+            self._state.remember_epoch_start()
+            steps = self._source.epoch(progress.epoch, progress.step_in_epoch)
+            self._state.continue_random_numbers()
+            self._clock.start()
+            reason = self._run_steps(steps)
+            self._deliver(self._clock.drain())
+            if reason is not None:
+                return reason
+            self._end_epoch()
+            self._state.forget_epoch_start()
+        progress.finished = True
+        return "completed"
+
+    def _run_steps(self, steps: Iterator[StepBatch]) -> str | None:
+        """The rest of an epoch; the reason to stop, if somebody gave one."""
+        progress, clock = self.progress, self._clock
+        save_every = self._limits.save_every
+        update = self._step.update
+        group = update.optimizer.param_groups[0]
+        length = self._source.steps_per_epoch
+        while not self._out_of_steps():
+            reason = self._agreement.stop_before(progress.step + 1)
+            if reason is not None:
+                return reason
+            batch = next(steps, None)
+            clock.mark(DATA_WAIT)
+            if batch is None:
+                break
+            result = self._step.run(progress.step, batch)
+            progress.step += 1
+            progress.step_in_epoch += 1
+            progress.epoch_samples += batch.global_samples
+            if progress.step_in_epoch == length or self._out_of_steps():
+                clock.mark(OTHER)
+                self._run_validation()
+                clock.mark(VALIDATION)
+            count = result.count
+            host_count, device_count = (None, count) if isinstance(count, torch.Tensor) else (count, None)
+            payload = (progress.step, progress.epoch + 1, group["lr"], batch, host_count)
+            self._deliver(clock.end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count)))
+            if save_every is not None and progress.step % save_every == 0:
+                self._deliver(clock.drain())
+                self._save()
+                clock.mark(CHECKPOINT)
+        return None
+
+    def _out_of_steps(self) -> bool:
+        return self._limits.max_steps is not None and self.progress.step >= self._limits.max_steps
+
+    def _run_validation(self) -> None:
+        if self._validate is not None:
+            self._validation = self._validate()
+            self._step.wrapped.train()
+
+    def _deliver(self, finished: list[Timed]) -> None:
+        """Turn measured steps into records and hand them to whoever listens."""
+        progress = self.progress
+        for timed in finished:
+            number, epoch, lr, batch, count = timed.payload
+            loss, grad_norm, skipped, device_count = timed.values
+            if count is None:
+                count = device_count
+            phases = timed.phases
+            if loss is not None and count:
+                progress.loss_sum += loss * count
+                progress.count_sum += count
+            progress.epoch_s += timed.step_s - phases.get(VALIDATION, 0.0) - phases.get(CHECKPOINT, 0.0)
+            self._events.on_step(
+                StepRecord(
+                    number,
+                    epoch,
+                    time(),
+                    timed.step_s,
+                    loss if count else None,
+                    float(lr),
+                    batch.local_samples,
+                    count,
+                    batch.tokens,
+                    batch.padded_tokens,
+                    grad_norm,
+                    None if skipped is None else skipped != 0,
+                    phases,
+                )
+            )
+
+    def _end_epoch(self) -> None:
+        progress = self.progress
+        if self._validation is None:  # a loader without a length, or a run resumed at the end of an epoch
+            self._run_validation()
+        validation, self._validation = self._validation, None
+        loss_sum, count_sum = self._sum_over_ranks([progress.loss_sum, progress.count_sum])
+        record = EpochRecord(
+            epoch=progress.epoch + 1,
+            epoch_time_s=progress.epoch_s,
+            train_loss=loss_sum / count_sum if count_sum else None,
+            val_loss=validation.loss if validation else None,
+            val_accuracy=validation.accuracy if validation else None,
+            samples_per_s=progress.epoch_samples / progress.epoch_s if progress.epoch_s else None,
+        )
+        progress.end_epoch(record)
+        metric = record.train_loss if record.val_loss is None else record.val_loss
+        self._step.update.schedule.after_epoch(metric)
+        self._events.on_epoch(record)
+        if self._out_of_steps() or progress.should_stop_early(self._limits.early_stop, record):
+            progress.finished = True

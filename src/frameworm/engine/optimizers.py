@@ -1,0 +1,29 @@
+"""Optimizers from a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.resolve import effective_lr
+from frameworm.config.schema import Config
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer a config names; vectors (biases, norms) are not decayed."""
+    training = config.training
+    parameters = [item for item in model.parameters() if item.requires_grad]
+    matrices = [item for item in parameters if item.ndim >= 2]
+    vectors = [item for item in parameters if item.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    lr = effective_lr(config)
+    fused = config.gpu.fused_optimizer is not False and all(item.is_floating_point() for item in parameters)
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=training.momentum, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)

@@ -1,0 +1,51 @@
+"""In which numbers the forward pass computes, and whether gradients need scaling."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from frameworm.errors import DeviceError
+from frameworm.hardware.devices import supports_bf16
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """`off` (fp32), `bf16`, or `fp16` with a loss scale that adapts."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name == "auto":
+            name = "off" if device.type == "cpu" else ("bf16" if supports_bf16(device) else "fp16")
+        if name == "bf16" and not supports_bf16(device):
+            raise DeviceError(f"{device} has no bf16; set gpu.mixed_precision=fp16 or auto")
+        self.name = name
+        self.autocast: AbstractContextManager[Any] = contextlib.nullcontext()
+        self.scaler: torch.amp.GradScaler | None = None
+        if name != "off":
+            # One object serves every step: making one anew costs as much as a small kernel.
+            self.autocast = torch.autocast(device.type, dtype=_DTYPES[name])
+        if name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the loss scale; empty when there is none."""
+        return {} if self.scaler is None else dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a saved loss scale."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, flash_attention: bool | str) -> None:
+    """Set torch's global switches for a run; deterministic mode wins over the faster choices."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = benchmark and not deterministic
+    torch.set_float32_matmul_precision("high" if tf32 and not deterministic else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32 and not deterministic
+    torch.backends.cuda.enable_flash_sdp(flash_attention is not False)

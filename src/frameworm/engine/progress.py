@@ -1,0 +1,58 @@
+"""Where a run stands: what a checkpoint must hold beside the tensors, and when to stop early."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameworm.config.schema import EarlyStopConfig
+from frameworm.records.schema import EpochRecord
+
+
+@dataclass(slots=True)
+class Progress:
+    """Position of a run, the same on all ranks except for the sums of the running epoch."""
+
+    epoch: int = 0  # finished epochs
+    step_in_epoch: int = 0
+    step: int = 0  # attempted steps
+    epoch_s: float = 0.0  # training time of the running epoch
+    epoch_samples: int = 0  # over all ranks
+    loss_sum: float = 0.0  # on this rank, loss x count
+    count_sum: float = 0.0
+    best: float | None = None
+    epochs_without_gain: int = 0
+    finished: bool = False
+    epochs: list[EpochRecord] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Read back what `state_dict` gave."""
+        return cls(**{**state, "epochs": [EpochRecord(**item) for item in state["epochs"]]})
+
+    def end_epoch(self, record: EpochRecord) -> None:
+        """Close the running epoch."""
+        self.epochs.append(record)
+        self.epoch += 1
+        self.step_in_epoch = 0
+        self.epoch_s = self.loss_sum = self.count_sum = 0.0
+        self.epoch_samples = 0
+
+    def should_stop_early(self, rule: EarlyStopConfig | None, record: EpochRecord) -> bool:
+        """Note the epoch's metric, and say whether it has stalled for too long. A missing or NaN metric is no gain."""
+        if rule is None:
+            return False
+        value: float | None = getattr(record, rule.metric)
+        sign = -1.0 if rule.metric == "val_accuracy" else 1.0
+        better = value is not None and (self.best is None or sign * value < sign * self.best - rule.min_delta)
+        if better:
+            self.best = value
+            self.epochs_without_gain = 0
+        else:
+            self.epochs_without_gain += 1
+        return self.epochs_without_gain >= rule.patience

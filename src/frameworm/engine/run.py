@@ -1,0 +1,150 @@
+"""A run from a config: the one way in for the command line, trials and sweeps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from frameworm.config.load import load_config
+from frameworm.config.resolve import resolve
+from frameworm.config.schema import Config
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.data.prefetch import CudaDataLoader
+from frameworm.engine.checkpoint import check_same_model, load_newest
+from frameworm.engine.evaluation import Evaluation, evaluate
+from frameworm.engine.loss import LossFunction
+from frameworm.engine.optimizers import build_optimizer
+from frameworm.engine.precision import Precision
+from frameworm.engine.schedule import AnySchedule, Schedule
+from frameworm.engine.trainer import Trainer
+from frameworm.errors import CheckpointError, DataError
+from frameworm.hardware.devices import choose_device, supports_bf16
+from frameworm.launch.environment import ProcessInfo, detect
+from frameworm.models.workloads import Workload, build_workload
+from frameworm.parallel.strategy import Strategy
+from frameworm.records.events import Listener
+from frameworm.records.schema import RunRecord
+from frameworm.records.store import RunFolder
+
+log = logging.getLogger("frameworm")
+
+
+class Machine(NamedTuple):
+    """What `resolve` needs to know about the machine."""
+
+    device: Literal["cpu", "cuda"]
+    bf16: bool
+    device_count: int
+
+
+def look_at_machine(config: Config) -> Machine:
+    """The kind of device this config will run on here.
+
+    Raises:
+        DeviceError: The config asks for a GPU and there is none.
+    """
+    device = choose_device(config.gpu.device, 0, None)
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    return Machine(kind, supports_bf16(device), torch.cuda.device_count() if device.type == "cuda" else 0)
+
+
+def resolve_here(config: Config, world_size: int) -> Config:
+    """The config with every `auto` decided for this machine and that many processes."""
+    machine = look_at_machine(config)
+    return resolve(config, world_size=world_size, device=machine.device, bf16=machine.bf16)
+
+
+def run(
+    config: Config,
+    *,
+    out: str | Path | None = "auto",
+    resume: str | Path | None = None,
+    callbacks: Sequence[Listener] = (),
+) -> RunRecord:
+    """Train what a config describes, alone or as one of several processes (the environment tells).
+
+    Args:
+        config: The config; its `auto` values are decided here.
+        out: The run folder; `auto` for runs/<name>-<time>, None for none.
+        resume: As for `Trainer.train`.
+        callbacks: Listeners beside those the config asks for.
+    """
+    process = detect()
+    config = resolve_here(config, process.world_size)
+    workload = build_workload(config)
+    optimizer = build_optimizer(workload.model, config)
+    training = config.training
+
+    def make_schedule(total_steps: int | None) -> AnySchedule:
+        return Schedule(optimizer, training.schedule, total_steps, training.warmup)
+
+    trainer = Trainer(
+        workload.model,
+        optimizer,
+        workload.loss_fn,
+        make_schedule,
+        config=config,
+        callbacks=callbacks,
+        run_dir=out,
+    )
+    return trainer.train(
+        _loader(config, workload, workload.train_data, process, evaluation=False),
+        None if workload.val_data is None else _loader(config, workload, workload.val_data, process, evaluation=True),
+        resume=resume,
+    )
+
+
+def _loader(config: Config, workload: Workload, data: Any, process: ProcessInfo, *, evaluation: bool) -> Any:
+    settings, training = config.data, config.training
+    assert isinstance(training.micro_batch, int)
+    return OptimizedDataLoader.create(
+        data,
+        training.micro_batch,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
+        prefetch_factor=settings.prefetch_factor,
+        persistent_workers=settings.persistent_workers,
+        drop_last=settings.drop_last and not evaluation,
+        shuffle=settings.shuffle and not evaluation,
+        seed=config.seed,
+        global_batch=None if evaluation else training.global_batch,
+        collate_fn=workload.collate_fn,
+    )
+
+
+def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, Evaluation]:
+    """Score the newest checkpoint of a run on its validation data.
+
+    Returns:
+        The checkpoint's step and the result.
+
+    Raises:
+        RunFolderError: There is no such run.
+        CheckpointError: It has no checkpoint that can be read.
+    """
+    folder = RunFolder.open(path)
+    config = load_config(folder.config, ["parallel.strategy=single", *overrides])
+    config = config.model_copy(deep=True)
+    config.training.accumulation = "auto"
+    config.training.micro_batch = "auto"
+    config = resolve_here(config, 1)
+    workload = build_workload(config)
+    if workload.val_data is None:
+        raise DataError(f"{folder.path}: this workload has no validation data to score on")
+    newest = load_newest(folder.checkpoints, log.warning)
+    if newest is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint yet")
+    stored, state = newest
+    check_same_model(state["model"], workload.model, str(stored.data))
+    workload.model.load_state_dict(state["model"])
+    device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
+    strategy = Strategy(device)
+    model: nn.Module = strategy.place(workload.model)
+    loader = CudaDataLoader(_loader(config, workload, workload.val_data, detect({}), evaluation=True), device)
+    precision = Precision(config.gpu.mixed_precision, device)
+    return stored.step, evaluate(model, loader, LossFunction(model, workload.loss_fn), precision, strategy)

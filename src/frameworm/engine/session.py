@@ -1,0 +1,261 @@
+"""One training from beginning to end: put the parts together, run the loop, leave a run folder behind."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.load import dump_config
+from frameworm.config.schema import Config
+from frameworm.data.steps import StepSource
+from frameworm.engine.checkpoint import CheckpointStore, load_newest
+from frameworm.engine.evaluation import Evaluation, evaluate
+from frameworm.engine.folder import RunOutput
+from frameworm.engine.loop import Limits, TrainingLoop
+from frameworm.engine.loss import LossFunction
+from frameworm.engine.precision import Precision
+from frameworm.engine.progress import Progress
+from frameworm.engine.schedule import AnySchedule
+from frameworm.engine.state import TrainingState
+from frameworm.engine.step import TrainStep
+from frameworm.engine.summary import Tally, count_parameters, describe_device, fill_record, flatten_notes
+from frameworm.engine.update import Update
+from frameworm.errors import CheckpointError, TrainingInterruptedError, TrainingPreemptedError
+from frameworm.hardware.fingerprint import environment_fingerprint
+from frameworm.launch.process_group import all_reduce_sums, broadcast_object, shared_store
+from frameworm.launch.stopping import StopAgreement, StopRequest
+from frameworm.observe.phases import make_clock
+from frameworm.parallel.strategy import Strategy
+from frameworm.records.events import Events, Listener
+from frameworm.records.schema import Batch, CheckpointStatistics, RunRecord
+
+log = logging.getLogger("frameworm")
+_session_numbers = itertools.count()
+
+
+@dataclass
+class Job:
+    """What is to be trained, by what and how; the live objects beside the config's values."""
+
+    config: Config
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    make_schedule: Callable[[int | None], AnySchedule]  # from the total number of steps
+    loss_fn: Callable[..., Any] | None
+    strategy: Strategy
+    precision: Precision
+    batch: Batch
+    train: StepSource
+    validation: Iterable[Any] | None
+    output: RunOutput
+    callbacks: Sequence[Listener] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+class TrainingSession:
+    """Runs a job once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._began = perf_counter()
+        self._rank = job.strategy.rank
+        self._world_size = job.strategy.world_size
+        config = job.config
+        wrapped = job.strategy.place(job.model)
+        if config.gpu.compile_model:
+            job.model.compile(mode=None if config.gpu.compile_mode == "default" else config.gpu.compile_mode)
+        training = config.training
+        per_epoch = job.train.steps_per_epoch
+        total = None if per_epoch is None else per_epoch * training.epochs
+        if training.max_steps is not None:
+            total = training.max_steps if total is None else min(total, training.max_steps)
+        self.total_steps = total
+        schedule = job.make_schedule(total)
+        self._loss_function = LossFunction(job.model, job.loss_fn)
+        update = Update(
+            job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
+        )
+        clock = make_clock(job.strategy.device)
+        step = TrainStep(job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock)
+        self._state = TrainingState(
+            job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
+        )
+        self._tally = Tally()
+        self._events = Events([self._tally, *job.output.listeners(self._rank, total), *job.callbacks])
+        folder = job.output.folder
+        self._store = (
+            None
+            if folder is None
+            else CheckpointStore(
+                folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.mode == "async"
+            )
+        )
+        self._saved_step: int | None = None
+        self._request = StopRequest()
+        agreement = StopAgreement(
+            self._request,
+            shared_store(f"session{next(_session_numbers)}"),
+            self._rank,
+            self._world_size,
+            lookahead=clock.max_steps_ahead + 1,
+        )
+        self._loop = TrainingLoop(
+            step=step,
+            source=job.train,
+            clock=clock,
+            events=self._events,
+            agreement=agreement,
+            state=self._state,
+            limits=Limits(
+                training.epochs,
+                training.max_steps,
+                config.checkpoint.every_steps if self._store is not None else None,
+                training.early_stop,
+            ),
+            save=self._save,
+            validate=None if job.validation is None else self._validate,
+            sum_over_ranks=self._sum_over_ranks,
+        )
+        self._notes = [*job.notes, update.note]
+        self.record = RunRecord(
+            name=config.name,
+            status="failed",
+            environment=environment_fingerprint(job.strategy.device),
+            batch=job.batch,
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            device=describe_device(job.strategy.device),
+            strategy=job.strategy.name,
+            precision={"off": "fp32"}.get(job.precision.name, job.precision.name),
+            parameters=count_parameters(job.model),
+            run_dir=None if folder is None else str(folder.path),
+        )
+
+    def run(self) -> RunRecord:
+        """Train to the end.
+
+        Raises:
+            TrainingInterruptedError: Ctrl-C, after the state was saved.
+            TrainingPreemptedError: SIGTERM, after the state was saved.
+        """
+        output = self._job.output
+        if output.resumed:
+            self._resume()
+        output.write_config(dump_config(self._job.config))
+        status = "failed"
+        try:
+            with self._request:
+                self._events.on_run_start(self.record)
+                status = self._loop.run()
+                self._save()
+        except KeyboardInterrupt:
+            status = "interrupted"
+            self._finish(status, whole=False)
+            raise
+        except BaseException as error:
+            self._notes.append(f"failed in step {self._state.progress.step + 1}: {type(error).__name__}: {error}")
+            self._finish("failed", whole=False)
+            raise
+        self._finish(status, whole=True)
+        if status != "completed":
+            raise self._stopped(status)
+        return self.record
+
+    def _validate(self) -> Evaluation:
+        job = self._job
+        assert job.validation is not None
+        return evaluate(job.model, job.validation, self._loss_function, job.precision, job.strategy)
+
+    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+        return all_reduce_sums(values, self._job.strategy.device)
+
+    def _save(self) -> None:
+        step = self._state.progress.step
+        if self._store is None or step == self._saved_step:
+            return
+        self._saved_step = step
+        state = self._state.capture()
+        if state is not None:
+            self._job.output.flush_steps()
+            self._store.save(step, state)
+            self._events.on_checkpoint(str(self._store.folder / f"step-{step:08d}.pt"), step)
+            if self._store.problem is not None:
+                log.warning("%s; training goes on", self._store.problem)
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint that is whole; rank 0 chooses, all read the same one."""
+        folder = self._job.output.folder
+        assert folder is not None
+        newest = load_newest(folder.checkpoints, log.warning) if self._rank == 0 else None
+        number = broadcast_object(newest[0].step if newest else None)
+        if number is None:
+            log.info("%s holds no checkpoint yet: starting from the first step", folder.path)
+            self._job.output.forget_steps_after(self._rank, 0)
+            return
+        if newest is None:
+            newest = load_newest(folder.checkpoints, log.warning)
+            if newest is None or newest[0].step != number:
+                raise CheckpointError(
+                    f"rank {self._rank} does not see the checkpoint of step {number} in {folder.checkpoints}: "
+                    "the run folder must be on storage that all machines share"
+                )
+        self._notes += self._state.restore(newest[1], f"{folder.path}/checkpoints/{newest[0].data.name}")
+        progress = self._state.progress
+        limits = self._job.config.training
+        more_steps = limits.max_steps is None or progress.step < limits.max_steps
+        if progress.finished and progress.epoch < limits.epochs and more_steps and limits.early_stop is None:
+            progress.finished = False
+        self._job.output.forget_steps_after(self._rank, progress.step)
+        for step in self._job.output.earlier_steps(self._rank):
+            self._tally.aggregate.add(step)
+        log.info(
+            "resumed %s after step %d (epoch %d, step %d of it)",
+            folder.path,
+            progress.step,
+            progress.epoch + 1,
+            progress.step_in_epoch,
+        )
+        if progress.finished:
+            log.info("that run had come to its end; raise training.epochs to train on")
+
+    def _finish(self, status: str, *, whole: bool) -> None:
+        """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
+        aggregate = self._tally.aggregate
+        sums = None
+        if whole:
+            sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
+        checkpoint = CheckpointStatistics()
+        if self._store is not None:
+            self._store.wait()
+            checkpoint = CheckpointStatistics(self._store.count, self._store.stall_s if self._store.count else None)
+        fill_record(
+            self.record,
+            status=status,
+            progress=self._state.progress,
+            aggregate=aggregate,
+            world_sums=sums,
+            communicated_bytes=self._job.strategy.communicated_bytes(self._job.model),
+            device=self._job.strategy.device,
+            checkpoint=checkpoint,
+            wall_s=perf_counter() - self._began,
+        )
+        problem = None if self._store is None else self._store.problem
+        writer_notes = self._job.output.close()
+        self.record.notes = flatten_notes(self._notes, self._events.notes, writer_notes, [problem])
+        if self._rank == 0:
+            self._job.output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
+        self._events.on_run_end(self.record)
+
+    def _stopped(self, status: str) -> TrainingInterruptedError | TrainingPreemptedError:
+        folder = self._job.output.folder
+        step = self._state.progress.step
+        where = "nothing was saved (no run folder)" if folder is None else f"saved after step {step} in {folder.path}"
+        kind = TrainingInterruptedError if status == "interrupted" else TrainingPreemptedError
+        return kind(f"{status}: {where}", self.record)

@@ -1,0 +1,55 @@
+"""Keyword settings of the Python API, laid onto a config.
+
+`Trainer(model, optimizer, clip_norm=1.0, every_steps=100)` sets `training.clip_norm` and `checkpoint.every_steps`: a
+keyword is the name of a config field, and a whole section (`gpu=GPUConfig(...)`) may be given as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+
+from frameworm.config.schema import Config, Section
+from frameworm.errors import ConfigError
+
+SECTIONS = ("training", "gpu", "memory", "parallel", "checkpoint", "observe")
+TOP_LEVEL = ("name", "seed")
+OLDER_SPELLINGS = {"gradient_accumulation_steps": "accumulation", "device_type": "device"}
+
+
+def api_defaults() -> Config:
+    """Where the Python API starts from: the user's model, optimizer and precision as they are."""
+    config = Config()
+    config.training.clip_norm = None
+    config.training.accumulation = 1
+    config.training.schedule = "constant"
+    config.gpu.mixed_precision = "off"
+    return config
+
+
+def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """A copy of the config with keyword settings applied.
+
+    Raises:
+        ConfigError: A keyword is unknown (the nearest is named) or its value does not fit.
+    """
+    config = config.model_copy(deep=True)
+    places = {name: section for section in SECTIONS for name in type(getattr(config, section)).model_fields}
+    for given, value in settings.items():
+        name = OLDER_SPELLINGS.get(given, given)
+        target: Section
+        if name in SECTIONS or name in TOP_LEVEL:
+            target = config
+        elif name in places:
+            target = getattr(config, places[name])
+        else:
+            known = [*places, *SECTIONS, *TOP_LEVEL, *OLDER_SPELLINGS]
+            near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown setting {given}; the nearest is {near[0]}")
+        try:
+            setattr(target, name, value)
+        except ValidationError as error:
+            raise ConfigError(f"{given}={value!r}: {error.errors()[0]['msg']}") from None
+    return config

@@ -1,0 +1,159 @@
+"""The step: the only place where a model learns.
+
+1. For each micro-batch: forward under the run's precision, loss, backward. Ranks synchronise in the last backward only.
+2. The gradients are weighed by count, so that k micro-batches on w ranks give what one large batch would.
+3. Unscale, clip, update, schedule, clear.
+Nothing here asks the device for a value: the loss stays where it is and is read some steps later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.data.steps import StepBatch
+from frameworm.engine.loss import LossFunction
+from frameworm.engine.precision import Precision
+from frameworm.engine.update import Update
+from frameworm.observe.phases import BACKWARD, FORWARD, OPTIMIZER, StepClock
+from frameworm.parallel.strategy import Strategy
+
+
+class StepResult:
+    """What a step leaves behind; the tensors are on the device."""
+
+    __slots__ = ("count", "loss")
+
+    def __init__(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
+        self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
+        self.count = count
+
+
+class TrainStep:
+    """One optimizer step on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        loss_function: LossFunction,
+        update: Update,
+        strategy: Strategy,
+        precision: Precision,
+        clock: StepClock,
+    ) -> None:
+        self.model = model
+        self.wrapped = wrapped
+        self.update = update
+        self._loss_function = loss_function
+        self._strategy = strategy
+        self._world_size = strategy.world_size
+        self._autocast = precision.autocast
+        self._scaler = precision.scaler
+        self._clock = clock
+        self._first = True
+
+    def run(self, step: int, batch: StepBatch) -> StepResult:
+        """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
+        batches = batch.batches
+        if len(batches) == 1:
+            result, factor = self._only(batches[0], batch)
+        else:
+            result, factor = self._several(batch)
+        if self._first:
+            self._strategy.check_gradients(self.model)
+            self._first = False
+        self.update.apply(step, factor)
+        self._clock.mark(OPTIMIZER)
+        return result
+
+    def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        try:
+            with self._autocast:
+                computed = self._loss_function(self.wrapped, micro)
+        except RuntimeError as error:
+            explained = self._strategy.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
+        self._clock.mark(FORWARD)
+        return computed.loss, computed.count
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()
+        self._clock.mark(BACKWARD)
+
+    def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
+        """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""
+        loss, count = self._forward(micro)
+        samples = batch.samples[0]
+        if self._world_size == 1:
+            self._backward(loss)
+            return StepResult(loss.detach(), samples if count is None else count), None
+        if count is None:
+            weight = samples * self._world_size / batch.global_samples
+            self._backward(loss if weight == 1 else loss * weight)
+            return StepResult(loss.detach(), samples), None
+        counted = _as_count(count, loss, samples)
+        total = counted.clone()
+        self._strategy.sum_over_ranks(total)
+        self._backward(loss * _share(counted * self._world_size, total))
+        return StepResult(loss.detach(), counted), None
+
+    def _several(self, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
+        """Accumulation: the gradients of all micro-batches add up, the last one synchronises."""
+        last = len(batch.batches) - 1
+        loss_sum: torch.Tensor | None = None
+        counted: torch.Tensor | None = None
+        for index, (micro, samples) in enumerate(zip(batch.batches, batch.samples)):
+            if index < last:
+                with self._strategy.no_sync():
+                    loss, count = self._micro(micro, samples, batch)
+            else:
+                loss, count = self._micro(micro, samples, batch)
+            part = loss.detach() * (samples if count is None else count)
+            loss_sum = part if loss_sum is None else loss_sum + part
+            if count is not None:
+                counted = count if counted is None else counted + count
+        assert loss_sum is not None
+        if counted is None:
+            local = batch.local_samples
+            return StepResult(loss_sum / max(local, 1), local), None
+        total = counted.clone()
+        if self._world_size > 1:
+            self._strategy.sum_over_ranks(total)
+        reference = self._reference(batch)
+        return StepResult(_share(loss_sum, counted), counted), _share(reference * self._world_size, total)
+
+    def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        loss, count = self._forward(micro)
+        if count is None:
+            self._backward(loss * (samples * self._world_size / batch.global_samples))
+            return loss, None
+        # How much all micro-batches count together is known only after the last: weigh against a constant now, and
+        # let the update multiply by what is missing.
+        counted = _as_count(count, loss, samples)
+        self._backward(loss * (counted / self._reference(batch)))
+        return loss, counted
+
+    def _reference(self, batch: StepBatch) -> float:
+        """A count of the right size, the same on all ranks, that keeps scaled gradients in range."""
+        return float(batch.global_samples)
+
+
+def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:
+    """The count as a float tensor on the device; a filler (no samples of its own) counts nothing."""
+    if samples == 0:
+        return torch.zeros((), device=loss.device)
+    if isinstance(count, torch.Tensor):
+        return count.detach().to(loss.device, torch.float32).reshape(())
+    return torch.full((), float(count), device=loss.device)
+
+
+def _share(part: torch.Tensor | float, total: torch.Tensor) -> torch.Tensor:
+    """part / total, and 0 where nothing was counted."""
+    return torch.where(total > 0, part / total.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(total))

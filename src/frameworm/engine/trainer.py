@@ -1,0 +1,294 @@
+"""`Trainer`: the Python front of the engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.data.adopt import adopt_loader
+from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.steps import StepSource
+from frameworm.engine.folder import open_output
+from frameworm.engine.precision import Precision, apply_backend_flags
+from frameworm.engine.randomness import seed_everything
+from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
+from frameworm.engine.session import Job, TrainingSession
+from frameworm.engine.settings import api_defaults, apply_settings
+from frameworm.errors import DataError, DeviceError, StateError
+from frameworm.hardware.devices import choose_device
+from frameworm.launch.environment import ProcessInfo, detect
+from frameworm.launch.process_group import all_reduce_sums, cleanup, setup_ddp
+from frameworm.parallel.choose import choose_strategy
+from frameworm.records.events import Listener
+from frameworm.records.schema import Batch, RunRecord
+
+log = logging.getLogger("frameworm")
+
+
+class Trainer:
+    """Trains a model.
+
+    Args:
+        model: Any module.
+        optimizer: An optimizer over its parameters.
+        loss_fn: `loss_fn(output, target)` for `(input, target)` batches, or `loss_fn(model, batch)` if its first
+            parameter is named `model`; it may return `(loss, count)`. Not needed for a model that returns its loss, or
+            for class scores with integer targets (cross-entropy).
+        scheduler: A torch scheduler, stepped once per step, or a schedule of `frameworm.engine.schedule`.
+        config: Settings as a whole; keywords below win over it.
+        callbacks: Listeners (`frameworm.Callback`) that are told of every step, epoch, checkpoint and the end.
+        run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.
+        **settings: Fields of the config by name, e.g. `clip_norm=1.0`, `accumulation=4`, `seed=0`, `every_steps=100`,
+            or a section, `gpu=GPUConfig(...)`.
+
+    Example:
+        >>> trainer = Trainer(model, torch.optim.AdamW(model.parameters()))
+        >>> record = trainer.train(train_loader, val_loader, epochs=3)
+        >>> record.quality.val_accuracy
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        scheduler: Any = None,
+        *,
+        config: Config | None = None,
+        callbacks: Sequence[Listener] = (),
+        run_dir: str | Path | None = "auto",
+        **settings: Any,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._scheduler = scheduler
+        self._config = apply_settings(api_defaults() if config is None else config, settings)
+        self._seed = self._config.seed if config is not None or "seed" in settings else None
+        # Without a word about the device, torch's own switches stay as the user has them.
+        fields = type(self._config.gpu).model_fields
+        self._sets_backend = config is not None or "gpu" in settings or any(name in fields for name in settings)
+        self._callbacks = list(callbacks)
+        self._run_dir = run_dir
+        self._began = False
+
+    @property
+    def config(self) -> Config:
+        """The settings, with everything `enable_*` has changed."""
+        return self._config
+
+    def enable_data_parallel(self, device_ids: list[int] | None = None) -> Trainer:
+        """One process, many GPUs (DDP is faster; this is for scripts that cannot start several processes)."""
+        self._before_training("enable_data_parallel")
+        available = torch.cuda.device_count()
+        missing = [index for index in device_ids or [] if not 0 <= index < available]
+        if not available or missing:
+            asked = f"device_ids={device_ids}" if device_ids else "data parallel"
+            raise DeviceError(f"{asked}: torch sees {available} GPUs here" + (", and needs one" if not missing else ""))
+        self._config.gpu.device_ids = device_ids
+        self._config.parallel.strategy = "dp"
+        return self
+
+    def enable_mixed_precision(self, dtype: str = "auto") -> Trainer:
+        """bf16 where the device has it (CPU too), else fp16 with a loss scale that adapts."""
+        self._before_training("enable_mixed_precision")
+        if dtype == "auto" and self._device_kind() == "cpu":
+            dtype = "bf16"
+        self._config = apply_settings(self._config, {"mixed_precision": dtype})
+        return self
+
+    def enable_compile(self, mode: str = "default") -> Trainer:
+        """Compile the model with torch.compile at the first step."""
+        self._before_training("enable_compile")
+        self._config = apply_settings(self._config, {"compile_model": True, "compile_mode": mode})
+        return self
+
+    def train(
+        self, train_loader: Any, val_loader: Any = None, epochs: int | None = None, *, resume: str | Path | None = None
+    ) -> RunRecord:
+        """Train for a number of epochs (1 unless set), validating after each if there is a `val_loader`.
+
+        Args:
+            train_loader: A DataLoader, an `OptimizedDataLoader` or any iterable of batches that can be read once per
+                epoch. In a distributed run a plain DataLoader is split over the ranks.
+            resume: `auto` or a run folder, to go on with a run that stopped.
+
+        Raises:
+            TrainingInterruptedError: Ctrl-C, after the state was saved.
+        """
+        if epochs is not None:
+            self._config = apply_settings(self._config, {"epochs": epochs})
+        self._began = True
+        process = self._join()
+        job = self._job(process, train_loader, val_loader, resume)
+        return TrainingSession(job).run()
+
+    def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:
+        config = self._config
+        gpu, training = config.gpu, config.training
+        rank, world_size = process.rank, process.world_size
+        device = choose_device(gpu.device, process.local_rank, gpu.device_ids)
+        if self._sets_backend:
+            apply_backend_flags(
+                tf32=gpu.tf32,
+                benchmark=gpu.benchmark,
+                deterministic=gpu.deterministic,
+                flash_attention=gpu.use_flash_attention,
+            )
+            if device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(gpu.memory_fraction, device)
+        if self._seed is not None:
+            seed_everything(self._seed, rank)
+        strategy = choose_strategy(config.parallel, device, rank=rank, world_size=world_size, device_ids=gpu.device_ids)
+        accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
+        loader, note = _adopt(train_loader, rank, world_size, accumulation, config.seed, evaluation=False)
+        validation, val_note = None, None
+        if val_loader is not None:
+            validation, val_note = _adopt(val_loader, rank, world_size, 1, config.seed, evaluation=True)
+            validation = CudaDataLoader(validation, device)
+        micro = getattr(loader, "batch_size", None)
+        global_batch = training.global_batch
+        if global_batch is None and micro is not None:
+            global_batch = micro * accumulation * world_size
+        show = config.observe.progress
+        output = open_output(
+            config,
+            run_dir=self._run_dir,
+            resume=resume,
+            show_progress=sys.stderr.isatty() if show == "auto" else show,
+            rank=rank,
+            world_size=world_size,
+        )
+        return Job(
+            config=config,
+            model=self.model,
+            optimizer=self.optimizer,
+            make_schedule=self._make_schedule,
+            loss_fn=self._loss_fn,
+            strategy=strategy,
+            precision=Precision(gpu.mixed_precision, device),
+            batch=Batch(micro, accumulation, world_size, global_batch),
+            train=StepSource(
+                CudaDataLoader(loader, device),
+                accumulation=accumulation,
+                world_size=world_size,
+                sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
+            ),
+            validation=validation,
+            output=output,
+            callbacks=self._callbacks,
+            notes=[text for text in (note, val_note) if text],
+        )
+
+    def _make_schedule(self, total_steps: int | None) -> AnySchedule:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return NoSchedule()
+        if hasattr(scheduler, "before_step"):
+            schedule: AnySchedule = scheduler
+            return schedule
+        if callable(scheduler) and not hasattr(scheduler, "step"):
+            made: AnySchedule = scheduler(total_steps)
+            return made
+        return TorchSchedule(scheduler)
+
+    def _join(self) -> ProcessInfo:
+        """Take part in the process group the environment describes, if there is one."""
+        if dist.is_initialized():
+            return setup_ddp(timeout_s=self._config.parallel.timeout_s)
+        process = detect()
+        if process.world_size > 1 or self._config.parallel.strategy == "ddp":
+            return setup_ddp(backend=self._backend(), timeout_s=self._config.parallel.timeout_s)
+        return process
+
+    def _backend(self) -> str:
+        if self._config.parallel.backend == "auto" and self._config.gpu.device == "cpu":
+            return "gloo"
+        return self._config.parallel.backend
+
+    def _device_kind(self) -> str:
+        kind = self._config.gpu.device
+        return ("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind
+
+    def _before_training(self, call: str) -> None:
+        if self._began:
+            raise StateError(f"{call}() comes too late: train() has begun; call it on a new Trainer")
+
+
+class DistributedTrainer(Trainer):
+    """`Trainer` with the strategy chosen from the environment; with one process it is a plain trainer.
+
+    Args:
+        backend: `nccl`, `gloo`, or auto by device.
+        use_amp: Mixed precision, as `enable_mixed_precision()`.
+        gradient_accumulation_steps: Micro-batches per step.
+        find_unused_parameters: Let DDP look for parameters a step did not use.
+        **more: As for `Trainer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        backend: str = "auto",
+        use_amp: bool = False,
+        gradient_accumulation_steps: int = 1,
+        find_unused_parameters: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            backend=backend,
+            accumulation=gradient_accumulation_steps,
+            find_unused_parameters=find_unused_parameters,
+            **more,
+        )
+        if use_amp:
+            self.enable_mixed_precision()
+
+    def cleanup(self) -> None:
+        """Leave the process group."""
+        cleanup()
+
+
+class DDPTrainer(DistributedTrainer):
+    """`Trainer` fixed to DDP, for processes that know their rank, such as those of torch.multiprocessing.spawn.
+
+    Args:
+        rank: This process.
+        world_size: How many there are.
+        **more: As for `DistributedTrainer`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, **more: Any
+    ) -> None:
+        super().__init__(model, optimizer, strategy="ddp", **more)
+        setup_ddp(rank, world_size, backend=self._backend(), timeout_s=self._config.parallel.timeout_s)
+
+
+def _adopt(
+    loader: Any, rank: int, world_size: int, accumulation: int, seed: int, *, evaluation: bool
+) -> tuple[Any, str | None]:
+    if loader is None or not hasattr(loader, "__iter__"):
+        raise DataError(f"expected a loader or an iterable of batches, got {type(loader).__name__}")
+    if isinstance(loader, Iterator):
+        raise DataError(
+            "the loader is an iterator, which can be read only once; give something that can be read in every epoch, "
+            "such as a DataLoader or a list"
+        )
+    adopted, note = adopt_loader(
+        loader, rank=rank, world_size=world_size, accumulation=accumulation, seed=seed, fill_empty=not evaluation
+    )
+    if note and rank == 0:
+        log.info("%s", note)
+    return adopted, note

@@ -1,0 +1,110 @@
+"""From gradients to new parameters: weigh, unscale, clip, update, clear; a step with bad gradients is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from frameworm.engine.precision import Precision
+from frameworm.engine.schedule import AnySchedule
+
+
+def accepts_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can leave out a step by itself, told by a flag on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class Update:
+    """Applies the gradients of one step."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        schedule: AnySchedule,
+        precision: Precision,
+        clip_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self._parameters = [item for item in parameters if item.requires_grad]
+        self._scaler = precision.scaler
+        self._clip_norm = clip_norm
+        self._skips_on_device = accepts_found_inf(optimizer)
+        self._on_cpu = device.type == "cpu"
+        self.grad_norm: torch.Tensor | None = None
+        self.skipped: torch.Tensor | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What the summary has to say about bad gradients, if anything."""
+        if self._on_cpu or self._skips_on_device:
+            return None
+        name = type(self.optimizer).__name__
+        if self._scaler is not None:
+            return (
+                f"the host waits for the device in every step: {name} cannot leave out a step by itself "
+                "(use its fused form, fused=True)"
+            )
+        if self._clip_norm is not None:
+            return (
+                f"steps with non-finite gradients are not left out: {name} does not accept found_inf (use fused=True)"
+            )
+        return None
+
+    def apply(self, step: int, factor: torch.Tensor | None) -> None:
+        """Update the parameters with the gradients at hand.
+
+        Args:
+            step: Number of attempted steps before this one.
+            factor: What the gradients must be multiplied with first (a tensor on the device), or None for 1.
+        """
+        optimizer, scaler = self.optimizer, self._scaler
+        self.grad_norm = self.skipped = None
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if factor is not None:
+            torch._foreach_mul_([item.grad for item in self._parameters if item.grad is not None], factor)
+        if self._clip_norm is not None:
+            gradients = [item.grad for item in self._parameters if item.grad is not None]
+            self.grad_norm = get_total_norm(gradients)
+            clip_grads_with_norm_(self._parameters, self._clip_norm, self.grad_norm)
+        self.schedule.before_step(step)
+        if scaler is not None:
+            self.skipped = _found_inf(scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        elif self.grad_norm is None:
+            optimizer.step()
+        else:
+            self._step_unless_bad(self.grad_norm)
+        self.schedule.after_step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _step_unless_bad(self, grad_norm: torch.Tensor) -> None:
+        if self._on_cpu:
+            # Asking costs nothing here.
+            bad = not bool(torch.isfinite(grad_norm))
+            self.skipped = torch.tensor(float(bad))
+            if not bad:
+                self.optimizer.step()
+            elif hasattr(self.optimizer, "_opt_called"):
+                self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
+        elif self._skips_on_device:
+            self.skipped = torch.isfinite(grad_norm).logical_not_().float()
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            self.optimizer.step()
+
+
+def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """The flag `unscale_` raised for bad gradients; still on the device."""
+    flags = list(scaler._found_inf_per_device(optimizer).values())
+    return flags[0] if flags else None

@@ -1,0 +1,343 @@
+"""The variables around a process: who am I, and what do my children get to see.
+
+The only place of this package, beside `config.load`, that reads environment variables. Everything else receives the
+typed values made here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.launch.hostlist import expand_hostlist
+
+Launcher = Literal["torchrun", "srun", "explicit", "spawn", "none"]
+
+# The run id is how a worker recognises that frameworm's own launcher, not a bare torchrun, reports its errors.
+RUN_ID_PREFIX = "frameworm-"
+
+# SLURM numbers its batch script, interactive shell and the like from here on: they are steps, but not srun's.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# Below the range from which Linux takes ports for outgoing connections, so that none of those is in the way.
+_FIRST_DERIVED_PORT, _DERIVED_PORTS = 20000, 12768
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Who this process is among the others of its job."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_address: str | None = None
+    master_port: int | None = None
+    launcher: Launcher = "none"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def device_index(self, device_count: int) -> int:
+        """Index of this process's GPU among the visible ones; SLURM may show each task only its own."""
+        return 0 if self.launcher == "srun" and device_count == 1 else self.local_rank
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """What srun tells a task of its step."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class ExplicitRank:
+    """RANK and WORLD_SIZE with no LOCAL_RANK beside them."""
+
+    rank: int
+    world_size: int
+    local_world_size: int | None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """All that the variables say, checked for sense one by one."""
+
+    worker: ProcessInfo | None  # started by torchrun or frameworm's own launcher
+    step: SlurmStep | None
+    explicit: ExplicitRank | None
+    master_address: str | None
+    master_port: int | None
+    node_rank: int | None
+    job_id: str | None
+
+
+def detect(environ: Mapping[str, str] | None = None) -> ProcessInfo:
+    """Find out who this process is: a worker of torchrun, a task of srun, told by hand, or alone.
+
+    Args:
+        environ: The variables; those of the process unless given.
+
+    Returns:
+        This process's place in its job.
+
+    Raises:
+        EnvironmentSetupError: Variables are missing, malformed or contradict each other.
+    """
+    around = read_surroundings(environ)
+    if around.worker is not None:
+        return around.worker
+    if around.step is not None:
+        return join_step(around.step, around.explicit)
+    if around.explicit is not None:
+        explicit = around.explicit
+        address, port = require_master(around, explicit.world_size)
+        return ProcessInfo(
+            rank=explicit.rank,
+            world_size=explicit.world_size,
+            node_rank=explicit.rank,
+            num_nodes=explicit.world_size,
+            master_address=address,
+            master_port=port,
+            launcher="explicit",
+        )
+    return ProcessInfo()
+
+
+def join_step(step: SlurmStep, explicit: ExplicitRank | None) -> ProcessInfo:
+    """This task's place in an srun step; RANK and WORLD_SIZE may repeat it but not contradict it."""
+    if explicit is not None and (explicit.rank, explicit.world_size) != (step.rank, step.world_size):
+        raise EnvironmentSetupError(
+            f"RANK={explicit.rank} WORLD_SIZE={explicit.world_size} contradict srun's SLURM_PROCID={step.rank} of "
+            f"{step.world_size} tasks; unset RANK and WORLD_SIZE, srun's own numbers are used"
+        )
+    return ProcessInfo(**vars(step), launcher="srun")
+
+
+def require_master(around: Surroundings, world_size: int) -> tuple[str | None, int | None]:
+    """The address where the processes meet; only a world of one can do without."""
+    if world_size > 1:
+        for name, value in (("MASTER_ADDR", around.master_address), ("MASTER_PORT", around.master_port)):
+            if value is None:
+                raise EnvironmentSetupError(
+                    f"{name} is not set, but WORLD_SIZE={world_size}: set MASTER_ADDR and MASTER_PORT to a host and a "
+                    "free port that every process can reach"
+                )
+    return around.master_address, around.master_port
+
+
+def read_surroundings(environ: Mapping[str, str] | None = None) -> Surroundings:
+    """Read and check the variables of torchrun, SLURM and hand-written launch scripts."""
+    variables = os.environ if environ is None else environ
+    port = _integer(variables, "MASTER_PORT", minimum=1)
+    if port is not None and port > 65535:
+        raise EnvironmentSetupError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
+    address = variables.get("MASTER_ADDR") or None
+    in_worker = bool(variables.get("LOCAL_RANK"))
+    return Surroundings(
+        worker=_torchrun_worker(variables, address, port) if in_worker else None,
+        step=None if in_worker else _slurm_step(variables, address, port),
+        explicit=None if in_worker else _explicit_rank(variables),
+        master_address=address,
+        master_port=port,
+        node_rank=_integer(variables, "NODE_RANK"),
+        job_id=variables.get("SLURM_JOB_ID") or None,
+    )
+
+
+def collective_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Longest a collective may take: NCCL_TIMEOUT in seconds if set, else the default."""
+    text = (os.environ if environ is None else environ).get("NCCL_TIMEOUT")
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 10**9:
+        raise EnvironmentSetupError(f"NCCL_TIMEOUT={text} is not a positive number of seconds")
+    return seconds
+
+
+def agent_hosts_store(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torch's agent already listens on MASTER_PORT, so that rank 0 must not."""
+    return (os.environ if environ is None else environ).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count(environ: Mapping[str, str] | None = None) -> int:
+    """How often torch's agent has restarted the workers of this job."""
+    return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0
+
+
+def reported_by_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether frameworm's own launcher waits for this worker and prints what went wrong in it."""
+    variables = os.environ if environ is None else environ
+    return bool(variables.get("LOCAL_RANK")) and variables.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
+
+
+def worker_environment(
+    nproc_per_node: int, usable_cpus: int, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables the workers get beside the ones torch's agent sets for each rank."""
+    variables = os.environ if environ is None else environ
+    added = {
+        # Restarted workers would otherwise find the dead addresses of the round before in the agent's store.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT",
+    }
+    if not variables.get("OMP_NUM_THREADS"):
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cpus // nproc_per_node))
+    return added
+
+
+@contextmanager
+def added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for a while: torch's agent hands its own on to the workers."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _integer(variables: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
+    """The whole number in a variable; None when it is unset or empty."""
+    text = variables.get(name)
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise EnvironmentSetupError(f"{name}={text} is not a whole number") from None
+    if value < minimum:
+        raise EnvironmentSetupError(f"{name}={value} must be {minimum} or more")
+    return value
+
+
+def _required(variables: Mapping[str, str], name: str, beside: str, minimum: int = 0) -> int:
+    value = _integer(variables, name, minimum)
+    if value is None:
+        raise EnvironmentSetupError(f"{name} is not set, but {beside} is: set both or neither")
+    return value
+
+
+def _check_below(low: str, low_value: int, high: str, high_value: int) -> None:
+    if low_value >= high_value:
+        raise EnvironmentSetupError(f"{low}={low_value} must be below {high}={high_value}; ranks count from 0")
+
+
+def _torchrun_worker(variables: Mapping[str, str], address: str | None, port: int | None) -> ProcessInfo:
+    """The place torch's agent (or a script that imitates it) gives to a worker."""
+    local_rank = _required(variables, "LOCAL_RANK", "")
+    rank = _required(variables, "RANK", "LOCAL_RANK")
+    world_size = _required(variables, "WORLD_SIZE", "LOCAL_RANK", minimum=1)
+    _check_below("RANK", rank, "WORLD_SIZE", world_size)
+    local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1) or world_size
+    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if value is None and world_size > 1:
+            raise EnvironmentSetupError(f"{name} is not set, but LOCAL_RANK is and WORLD_SIZE={world_size}")
+    node_rank = _integer(variables, "GROUP_RANK")
+    return ProcessInfo(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1) or -(-world_size // local_world_size),
+        master_address=address,
+        master_port=port,
+        launcher="torchrun",
+    )
+
+
+def _slurm_step(variables: Mapping[str, str], address: str | None, port: int | None) -> SlurmStep | None:
+    """The srun task this process is; a batch script or an allocation's shell is none."""
+    step_id = _integer(variables, "SLURM_STEP_ID")
+    rank = _integer(variables, "SLURM_PROCID")
+    if step_id is None or rank is None or step_id >= _FIRST_SPECIAL_STEP:
+        return None
+    tasks_name = "SLURM_STEP_NUM_TASKS" if variables.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    world_size = _required(variables, tasks_name, "SLURM_PROCID", minimum=1)
+    _check_below("SLURM_PROCID", rank, tasks_name, world_size)
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    if address is None and not nodes:
+        if world_size > 1:
+            raise EnvironmentSetupError(
+                "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set: set MASTER_ADDR to the first node's name"
+            )
+        nodes = "localhost"
+    hosts = expand_hostlist(nodes) if nodes else None
+    node_rank = _integer(variables, "SLURM_NODEID") or 0
+    num_nodes = (
+        _integer(variables, "SLURM_STEP_NUM_NODES", minimum=1)
+        or (len(hosts) if hosts else None)
+        or _integer(variables, "SLURM_NNODES", minimum=1)
+        or 1
+    )
+    _check_below("SLURM_NODEID", node_rank, "SLURM_STEP_NUM_NODES", num_nodes)
+    local_rank = _integer(variables, "SLURM_LOCALID")
+    if local_rank is None:
+        raise EnvironmentSetupError("SLURM_LOCALID is not set, but SLURM_PROCID is: start the task with srun")
+    local_world_size = _tasks_on_node(variables, node_rank) or -(-world_size // num_nodes)
+    _check_below("SLURM_LOCALID", local_rank, "the node's number of tasks", local_world_size)
+    job_id = _integer(variables, "SLURM_JOB_ID") or 0
+    return SlurmStep(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_address=address or (hosts or ["localhost"])[0],
+        master_port=port or derived_port(job_id, step_id),
+    )
+
+
+def derived_port(job_id: int, step_id: int) -> int:
+    """A port that every task of a step computes alike, and that neighbouring jobs and steps do not share."""
+    return _FIRST_DERIVED_PORT + (job_id * 31 + step_id) % _DERIVED_PORTS
+
+
+def _tasks_on_node(variables: Mapping[str, str], node_rank: int) -> int | None:
+    """Entry of this node in SLURM's `2(x3),1`."""
+    counts: list[int] = []
+    for part in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        counts.extend([int(match.group(1))] * int(match.group(2) or 1))
+    return counts[node_rank] if node_rank < len(counts) else None
+
+
+def _explicit_rank(variables: Mapping[str, str]) -> ExplicitRank | None:
+    """RANK and WORLD_SIZE set by hand; WORLD_SIZE=1 alone says nothing."""
+    rank = _integer(variables, "RANK")
+    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    if rank is None and world_size in (None, 1):
+        return None
+    rank = _required(variables, "RANK", "WORLD_SIZE")
+    world_size = _required(variables, "WORLD_SIZE", "RANK", minimum=1)
+    _check_below("RANK", rank, "WORLD_SIZE", world_size)
+    return ExplicitRank(rank, world_size, _integer(variables, "LOCAL_WORLD_SIZE", minimum=1))

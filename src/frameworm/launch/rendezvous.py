@@ -1,0 +1,231 @@
+"""Where the launchers of a job's nodes meet before they start their workers."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.launch.environment import RUN_ID_PREFIX
+from frameworm.launch.plan import LaunchPlan
+from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+_SAY_AFTER_S = 15.0
+
+
+def make_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandler:
+    """The handler that torch's agent uses for this plan."""
+    run_id = RUN_ID_PREFIX + plan.run_id
+    if plan.rendezvous == "c10d":
+        return _elastic_rendezvous(plan, run_id, join_timeout_s)
+    return FixedRendezvous(plan, run_id, join_timeout_s)
+
+
+class FixedRendezvous(RendezvousHandler):
+    """A known number of nodes with known numbers; the first one's launcher hosts the store for all workers.
+
+    On one node, each round gets a new store on a port that the system picks: nothing to collide with, and restarted
+    workers cannot find what the dead ones left. On several nodes the port is known beforehand, and rounds differ by
+    prefix.
+    """
+
+    def __init__(self, plan: LaunchPlan, run_id: str, join_timeout_s: float) -> None:
+        assert plan.node_rank is not None
+        self._plan = plan
+        self._node_rank: int = plan.node_rank
+        self._run_id = run_id
+        self._join_timeout_s = join_timeout_s
+        self._store: TCPStore | None = None
+        self._round = 0
+
+    def get_backend(self) -> str:
+        """Name of the kind of rendezvous."""
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers are clients of the launcher's store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes."""
+        plan, store = self._plan, self._store
+        if plan.max_nodes == 1:
+            store = TCPStore(plan.master_address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        elif store is None:
+            store = self._open_store()
+        self._store = store
+        prefixed = PrefixStore(f"launch-{self._round}", store)
+        self._round += 1
+        if plan.max_nodes > 1:
+            self._meet(prefixed)
+        return RendezvousInfo(
+            prefixed, self._node_rank, plan.max_nodes, RendezvousStoreInfo(plan.master_address, store.port)
+        )
+
+    def _open_store(self) -> TCPStore:
+        address, port = self._plan.master_address, self._plan.master_port
+        is_master = self._node_rank == 0
+        if not is_master:
+            self._wait_for_listener(address, port)
+        try:
+            return TCPStore(
+                address, port, is_master=is_master, wait_for_workers=False, timeout=_STORE_TIMEOUT, multi_tenant=True
+            )
+        except DistError as error:
+            if is_master:
+                raise EnvironmentSetupError(
+                    f"cannot listen on {address}:{port} (MASTER_ADDR, MASTER_PORT): {first_line(error)}. On the first "
+                    "node, MASTER_ADDR must be its own name or address, and the port must be free."
+                ) from error
+            raise EnvironmentSetupError(
+                f"cannot join the first node at {address}:{port}: {first_line(error)}"
+            ) from error
+
+    def _wait_for_listener(self, address: str, port: int) -> None:
+        """Knock until the first node answers; in Python, so that Ctrl-C works meanwhile."""
+        wait = _Wait(self._join_timeout_s, f"the first node to listen on {address}:{port}")
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=5).close()
+                return
+            except OSError as error:
+                if not wait.goes_on():
+                    raise EnvironmentSetupError(
+                        f"nothing answered at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
+                        f"{self._join_timeout_s:.0f} s: {error}. Start the job on the node with RANK 0, or correct the "
+                        "address."
+                    ) from error
+                time.sleep(0.3)
+
+    def _meet(self, store: Store) -> None:
+        """Wait until every node has come, and check that all mean the same job."""
+        plan = self._plan
+        if store.add(f"claimed-{self._node_rank}", 1) > 1:
+            raise EnvironmentSetupError(
+                f"two launchers claim to be node {self._node_rank} of {plan.max_nodes} at {plan.master_address}:"
+                f"{plan.master_port}; each node needs its own RANK or --node-rank, each job its own MASTER_PORT"
+            )
+        shape = f"{plan.max_nodes} nodes with {plan.nproc_per_node} workers each"
+        store.set(f"shape-{self._node_rank}", shape)
+        wait = _Wait(self._join_timeout_s, f"the other launchers of {plan.max_nodes} nodes")
+        missing = [node for node in range(plan.max_nodes) if node != self._node_rank]
+        while missing:
+            if store.check([f"shape-{missing[0]}"]):
+                other = store.get(f"shape-{missing[0]}").decode()
+                if other != shape:
+                    raise EnvironmentSetupError(
+                        f"node {self._node_rank} expects {shape}, node {missing[0]} expects {other}: start every node "
+                        "with the same WORLD_SIZE and --nproc-per-node"
+                    )
+                missing.pop(0)
+            elif wait.goes_on():
+                time.sleep(0.1)
+            else:
+                raise EnvironmentSetupError(
+                    f"node {missing[0]} of {plan.max_nodes} did not come to {plan.master_address}:{plan.master_port} "
+                    f"within {self._join_timeout_s:.0f} s"
+                )
+
+    def is_closed(self) -> bool:
+        """A fixed rendezvous stays open."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """No node joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Id of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Nothing to shut down."""
+        return True
+
+
+class _Wait:
+    """A deadline, and a word on stderr when it takes long."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._start = time.monotonic()
+        self._timeout_s = timeout_s
+        self._what = what
+        self._said = False
+
+    def goes_on(self) -> bool:
+        waited_s = time.monotonic() - self._start
+        if waited_s > _SAY_AFTER_S and not self._said:
+            self._said = True
+            print(f"still waiting for {self._what}", file=sys.stderr, flush=True)
+        return waited_s < self._timeout_s
+
+
+def _elastic_rendezvous(plan: LaunchPlan, run_id: str, join_timeout_s: float) -> RendezvousHandler:
+    """torch's own rendezvous for nodes that come and go.
+
+    Told by an IP address, torch would have no node host the store, and workers would look for each other by host name;
+    so both are settled here.
+    """
+    local_address = address_towards(plan.master_address)
+    hosts = plan.node_rank == 0 if plan.node_rank is not None else is_own_address(plan.master_address)
+    for is_host in (True, False) if hosts else (False,):
+        try:
+            return get_rendezvous_handler(
+                RendezvousParameters(
+                    backend="c10d",
+                    endpoint=f"{plan.master_address}:{plan.master_port}",
+                    run_id=run_id,
+                    min_nodes=plan.min_nodes,
+                    max_nodes=plan.max_nodes,
+                    local_addr=local_address,
+                    is_host=is_host,
+                    timeout=int(join_timeout_s),
+                    join_timeout=int(join_timeout_s),
+                )
+            )
+        except RendezvousConnectionError as error:
+            # Of several launchers on one machine, the second finds the port taken by the first and joins it.
+            if not is_host:
+                raise EnvironmentSetupError(
+                    f"cannot reach the rendezvous at {plan.master_address}:{plan.master_port} (--rdzv-endpoint): "
+                    f"{first_line(error.__cause__ or error)}"
+                ) from error
+    raise AssertionError("the loop returns or raises")
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a host name or address is this machine."""
+    try:
+        wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise EnvironmentSetupError(f"the host {host} cannot be resolved: {error}") from error
+    return not wanted.isdisjoint(entry.address for entries in psutil.net_if_addrs().values() for entry in entries)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to a host; no packet is sent."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EnvironmentSetupError(f"the host {host} cannot be reached: {error}") from error

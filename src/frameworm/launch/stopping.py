@@ -1,0 +1,161 @@
+"""Stopping in good order: signals ask, and all ranks agree on one step to stop before.
+
+A signal may reach one rank only, and ranks are a little apart in time. A rank that stopped at once would leave the
+others waiting in a collective for ever. So a rank that knows of the request posts the step it is about to run, goes on
+training, and once every rank has posted, all stop before the same later step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Literal, Protocol
+
+from frameworm.errors import StateError
+
+StopReason = Literal["interrupted", "preempted"]
+
+_REASONS: dict[signal.Signals, StopReason] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "preempted",
+    signal.SIGUSR1: "preempted",
+}
+
+
+class StopStore(Protocol):
+    """The part of torch.distributed.Store that the agreement needs."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter and return it."""
+
+
+class StopRequest:
+    """Turns SIGINT, SIGTERM and SIGUSR1 into a wish that the training loop asks for at step boundaries.
+
+    A context manager: handlers are in place inside of it, in the main thread only. A second SIGINT raises
+    KeyboardInterrupt at once, for those who do not want to wait for a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.reason: StopReason | None = None
+        self._interrupts = 0
+        self._before: dict[signal.Signals, object] = {}
+
+    def ask(self, reason: StopReason) -> None:
+        """Ask for a stop; the first reason stays."""
+        if self.reason is None:
+            self.reason = reason
+
+    def __enter__(self) -> StopRequest:
+        """Install the handlers."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _REASONS:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put the handlers of before back."""
+        for number, handler in self._before.items():
+            # None stands for a handler that was not set from Python and cannot be set back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.ask(_REASONS[signal.Signals(number)])
+
+
+class StopAgreement:
+    """Makes all ranks stop before the same step.
+
+    Args:
+        request: The wish to stop of this rank.
+        store: A store shared by the ranks, under a prefix of its own; None with one process.
+        rank: This rank.
+        world_size: Number of ranks.
+        lookahead: Steps between the last step posted and the stop. One is enough where every step ends in lock step
+            (gradients synchronised on the host, as on CPU). Where the host runs k steps ahead of the device, k + 1.
+        poll_interval_s: How often a rank without a signal looks whether another one has got it.
+    """
+
+    def __init__(
+        self,
+        request: StopRequest,
+        store: StopStore | None,
+        rank: int,
+        world_size: int,
+        lookahead: int = 1,
+        poll_interval_s: float = 1.0,
+    ) -> None:
+        assert lookahead >= 1
+        assert store is not None or world_size == 1
+        self._request = request
+        self._store = store if world_size > 1 else None
+        self._rank = rank
+        self._world_size = world_size
+        self._lookahead = lookahead
+        self._poll_interval_s = poll_interval_s
+        self._next_poll = 0.0
+        self._posted = False
+        self._stop_step: int | None = None
+        self._reason: StopReason | None = None
+
+    def stop_before(self, step: int) -> StopReason | None:
+        """Say whether to stop instead of running this step; asked once before every step.
+
+        Args:
+            step: Number of the step that would run next.
+
+        Returns:
+            Why to stop, or None to go on.
+        """
+        if self._store is None:
+            return self._request.reason
+        if self._stop_step is None:
+            if not self._posted:
+                if self._request.reason is None and not self._others_asked(self._store):
+                    return None
+                self._post(self._store, step)
+            if self._store.add("posted", 0) < self._world_size:
+                return None
+            self._settle(self._store)
+        assert self._stop_step is not None
+        if step > self._stop_step:
+            raise StateError(
+                f"rank {self._rank} is about to run step {step}, but the ranks agreed to stop before step "
+                f"{self._stop_step}: the loop runs further ahead than a lookahead of {self._lookahead} allows"
+            )
+        return self._reason if step == self._stop_step else None
+
+    def _others_asked(self, store: StopStore) -> bool:
+        now = time.monotonic()
+        if now < self._next_poll:
+            return False
+        self._next_poll = now + self._poll_interval_s
+        return store.add("posted", 0) > 0
+
+    def _post(self, store: StopStore, step: int) -> None:
+        store.set(f"rank-{self._rank}", f"{step} {self._request.reason or ''}")
+        # `set` returns before the value has arrived; `add` waits for its answer on the same connection. So whoever
+        # gets this rank's gradients of the coming step also finds its post.
+        store.add("posted", 1)
+        self._posted = True
+
+    def _settle(self, store: StopStore) -> None:
+        """All posts are there, so every rank computes the same step and the same reason from them."""
+        posts = [store.get(f"rank-{rank}").decode().split(" ") for rank in range(self._world_size)]
+        self._stop_step = max(int(step) for step, _ in posts) + self._lookahead
+        self._reason = "interrupted" if any(reason == "interrupted" for _, reason in posts) else "preempted"

@@ -1,0 +1,126 @@
+"""The key-value stores through which the ranks of a job find each other."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.launch.environment import ProcessInfo, agent_hosts_store, restart_count
+
+__all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "open_store"]
+
+
+def open_store(info: ProcessInfo, limit_s: float) -> Store:
+    """Open the store of this job.
+
+    Args:
+        info: Who this process is.
+        limit_s: Longest wait for the others.
+
+    Returns:
+        The store, with nothing in it from other jobs or earlier rounds of this one.
+
+    Raises:
+        EnvironmentSetupError: The processes cannot find each other.
+    """
+    if info.world_size == 1:
+        return HashStore()
+    if info.master_address is None or info.master_port is None:
+        return _open_spawn_store(info, limit_s)
+    is_master = info.rank == 0 and not agent_hosts_store()
+    try:
+        store = TCPStore(
+            info.master_address,
+            info.master_port,
+            info.world_size,
+            is_master=is_master,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistError as error:
+        doing = "listen on" if is_master else "reach"
+        raise EnvironmentSetupError(
+            f"rank {info.rank} cannot {doing} {info.master_address}:{info.master_port} (MASTER_ADDR, MASTER_PORT): "
+            f"{first_line(error)}"
+        ) from error
+    # Workers that torch's agent restarts must not read what the round before left in the agent's store.
+    return PrefixStore(f"workers-{restart_count()}", store)
+
+
+def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
+    """Processes of `torch.multiprocessing.spawn`: rank 0 listens where the system likes and leaves word in a file."""
+    note = _spawn_note(info)
+    limit_s = min(limit_s, 300.0)
+    deadline = time.monotonic() + limit_s
+    timeout = timedelta(seconds=limit_s)
+    if info.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        # Renamed into place, so that nobody reads half of it.
+        draft = note.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(store.port), encoding="utf-8")
+        draft.replace(note)
+    else:
+        while not _is_ours(note):
+            if time.monotonic() > deadline:
+                raise EnvironmentSetupError(
+                    f"rank {info.rank} heard nothing of rank 0 within {limit_s:.0f} s. Start all {info.world_size} "
+                    "processes by one torch.multiprocessing.spawn, or set MASTER_ADDR and MASTER_PORT."
+                )
+            time.sleep(0.02)
+        store = TCPStore("127.0.0.1", json.loads(note.read_text(encoding="utf-8")), is_master=False, timeout=timeout)
+    if store.add(f"rank-{info.rank}", 1) > 1:
+        raise EnvironmentSetupError(
+            f"two processes claim to be rank {info.rank}: spawn jobs were started at the same moment from threads of "
+            "one process; set MASTER_ADDR and a MASTER_PORT of its own for each"
+        )
+    store.add("joined", 1)
+    if info.rank == 0:
+        try:
+            while store.add("joined", 0) < info.world_size:
+                if time.monotonic() > deadline:
+                    raise EnvironmentSetupError(
+                        f"only {store.add('joined', 0)} of {info.world_size} processes came within {limit_s:.0f} s"
+                    )
+                time.sleep(0.01)
+        finally:
+            note.unlink(missing_ok=True)
+    return store
+
+
+def _spawn_note(info: ProcessInfo) -> Path:
+    """A file name that the processes of one spawn compute alike, and no other process ever does."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        raise EnvironmentSetupError(
+            f"rank {info.rank} does not know where the other {info.world_size - 1} processes are. Start them with "
+            "torchrun (or `frameworm train --distributed`), with torch.multiprocessing.spawn, or set MASTER_ADDR and "
+            "MASTER_PORT for each."
+        )
+    # Children are numbered in the order of their start, so this is the same number for all ranks of one spawn.
+    *above, own = multiprocessing.current_process()._identity
+    family = "-".join(str(number) for number in [*above, own - info.rank])
+    started = int(psutil.Process(parent.pid).create_time() * 1000)
+    name = f"frameworm-{os.getuid()}-{parent.pid}-{started}-{family}-{info.world_size}"
+    return Path(tempfile.gettempdir()) / name
+
+
+def _is_ours(note: Path) -> bool:
+    try:
+        return note.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; torch's go on with a stack of C++ frames."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,119 @@
+"""A transformer encoder that classifies texts.
+
+Nothing in `forward` waits for the device: lengths stay tensors, so the model can be compiled and captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frameworm.errors import ModelError
+
+
+class TextClassifier(nn.Module):
+    """Token and position embeddings, pre-norm encoder layers, mean over the real tokens, one linear head.
+
+    The layers are in `layers`, for whoever wraps them one by one (checkpointing, sharding).
+
+    Args:
+        vocab_size: Rows of the token embedding.
+        num_classes: Width of the result.
+        d_model: Width of the token vectors.
+        n_heads: Attention heads per layer; divides `d_model`.
+        num_layers: Number of encoder layers.
+        dim_feedforward: Width of the feed-forward part.
+        max_seq_len: Longest input in tokens.
+        dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
+        pad_id: Token whose embedding stays zero.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_classes: int,
+        d_model: int = 128,
+        n_heads: int = 4,
+        num_layers: int = 2,
+        dim_feedforward: int = 256,
+        max_seq_len: int = 128,
+        dropout: float = 0.1,
+        pad_id: int = 0,
+    ) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.token_embedding = nn.Embedding(vocab_size, d_model, padding_idx=pad_id)
+        self.position_embedding = nn.Embedding(max_seq_len, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(EncoderLayer(d_model, n_heads, dim_feedforward, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, num_classes)
+        self.apply(_initialise)
+
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Scores each text.
+
+        Args:
+            input_ids: Tokens, [batch, length]; what lies beyond a text's length is ignored.
+            lengths: Real tokens of each text, [batch], at least 1.
+
+        Returns:
+            Logits, [batch, classes].
+        """
+        length = input_ids.size(1)
+        if length > self.max_seq_len:
+            raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
+        positions = torch.arange(length, device=input_ids.device)
+        real = positions < lengths.unsqueeze(1)
+        hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        attended = real[:, None, None, :]
+        for layer in self.layers:
+            hidden = layer(hidden, attended)
+        weights = real.unsqueeze(2).to(hidden.dtype)
+        pooled = (self.norm(hidden) * weights).sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
+        logits: Tensor = self.head(pooled)
+        return logits
+
+
+class EncoderLayer(nn.Module):
+    """Attention, then feed-forward, each on the normalised input and added to it."""
+
+    def __init__(self, d_model: int, n_heads: int, dim_feedforward: int, dropout: float) -> None:
+        super().__init__()
+        assert d_model % n_heads == 0
+        self.n_heads = n_heads
+        self.norm_attention = nn.LayerNorm(d_model)
+        self.query_key_value = nn.Linear(d_model, 3 * d_model)
+        self.attention_output = nn.Linear(d_model, d_model)
+        self.norm_feedforward = nn.LayerNorm(d_model)
+        self.expand = nn.Linear(d_model, dim_feedforward)
+        self.contract = nn.Linear(dim_feedforward, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """`attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length]."""
+        hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden), attended))
+        expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
+        result: Tensor = hidden + self.dropout(self.contract(expanded))
+        return result
+
+    def _attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        heads = self.query_key_value(hidden).view(batch, length, 3, self.n_heads, width // self.n_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attended)
+        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return result
+
+
+def _initialise(module: nn.Module) -> None:
+    """Small embeddings, Glorot matrices, zero biases: learns at once without warm-up tricks at these sizes."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+        if module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+    elif isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,209 @@
+"""Where the time of a step goes, measured without making anybody wait.
+
+On CPU a clock is read at each border between two phases. On a GPU an event is put into the stream there and read some
+steps later, when it is long done; the gap before the first event of a step is the wait for data that the device really
+felt, however far ahead the host is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+DATA_WAIT = "data_wait"
+TRANSFER = "transfer"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+CHECKPOINT = "checkpoint"
+VALIDATION = "validation"
+OTHER = "other"
+
+GROUP_STEPS = 4
+GROUPS_IN_FLIGHT = 2
+# How many steps the host can be ahead of the device: groups in flight, one group being filled, the current step.
+MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
+
+
+class Timed:
+    """What one step measured: `payload` as given, the scalars as floats, and the times."""
+
+    __slots__ = ("payload", "phases", "step_s", "values")
+
+    def __init__(self, payload: Any, values: list[float | None], step_s: float, phases: dict[str, float]) -> None:
+        self.payload = payload
+        self.values = values
+        self.step_s = step_s
+        self.phases = phases
+
+
+class StepClock(Protocol):
+    """Measures steps; `mark(name)` says that the time since the last mark belonged to that phase."""
+
+    max_steps_ahead: int
+
+    def start(self) -> None:
+        """Begin measuring now: what came before belongs to no step."""
+
+    def mark(self, name: str) -> None:
+        """Attribute the time since the last mark to a phase."""
+
+    def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
+        """Close the step; returns the steps whose times and scalars are known by now, in order."""
+
+    def drain(self) -> list[Timed]:
+        """Wait for everything outstanding and return it."""
+
+
+class HostClock:
+    """Phases by the host's clock, for training on CPU."""
+
+    max_steps_ahead = 1
+
+    def __init__(self) -> None:
+        self._phases: dict[str, float] = {}
+        self._last = self._begin = perf_counter()
+
+    def start(self) -> None:
+        self._phases = {}
+        self._last = self._begin = perf_counter()
+
+    def mark(self, name: str) -> None:
+        now = perf_counter()
+        phases = self._phases
+        phases[name] = phases.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
+        values = [None if scalar is None else float(scalar) for scalar in scalars]
+        now = perf_counter()
+        phases = self._phases
+        phases[OTHER] = phases.get(OTHER, 0.0) + now - self._last
+        timed = Timed(payload, values, now - self._begin, phases)
+        self._phases = {}
+        self._last = self._begin = now
+        return [timed]
+
+    def drain(self) -> list[Timed]:
+        return []
+
+
+class _Pending:
+    __slots__ = ("begin", "end", "host_wait_s", "marks", "payload", "scalars")
+
+    def __init__(self, begin: torch.cuda.Event) -> None:
+        self.begin = begin
+        self.marks: list[tuple[str, torch.cuda.Event]] = []
+        self.host_wait_s = 0.0
+        self.payload: Any = None
+        self.scalars: tuple[torch.Tensor | None, ...] = ()
+        self.end: torch.cuda.Event = begin
+
+
+class _Group:
+    """Several finished steps whose scalars travel to the host in one copy."""
+
+    __slots__ = ("host", "ready", "steps")
+
+    def __init__(self, steps: list[_Pending]) -> None:
+        self.steps = steps
+        present = [scalar for step in steps for scalar in step.scalars if scalar is not None]
+        self.host: torch.Tensor | None = None
+        if present:
+            stacked = torch.stack([scalar.detach().reshape(()).float() for scalar in present])
+            self.host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self.host.copy_(stacked, non_blocking=True)
+        self.ready = torch.cuda.Event()
+        self.ready.record()
+
+
+class CudaClock:
+    """Phases by CUDA events, read late."""
+
+    max_steps_ahead = MAX_STEPS_AHEAD
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+        self._filling: list[_Pending] = []
+        self._groups: deque[_Group] = deque()
+        self._current = _Pending(self._event())
+        self._last_host = perf_counter()
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def start(self) -> None:
+        self._current = _Pending(self._event())
+        self._last_host = perf_counter()
+
+    def mark(self, name: str) -> None:
+        current = self._current
+        if name == DATA_WAIT:
+            current.host_wait_s += perf_counter() - self._last_host
+        current.marks.append((name, self._event()))
+        self._last_host = perf_counter()
+
+    def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
+        current = self._current
+        current.payload = payload
+        current.scalars = scalars
+        current.end = self._event()
+        self._filling.append(current)
+        self._current = _Pending(current.end)
+        if len(self._filling) >= GROUP_STEPS:
+            self._groups.append(_Group(self._filling))
+            self._filling = []
+        done: list[Timed] = []
+        while self._groups and (len(self._groups) > GROUPS_IN_FLIGHT or self._groups[0].ready.query()):
+            done += self._read(self._groups.popleft())
+        self._last_host = perf_counter()
+        return done
+
+    def drain(self) -> list[Timed]:
+        if self._filling:
+            self._groups.append(_Group(self._filling))
+            self._filling = []
+        done: list[Timed] = []
+        while self._groups:
+            done += self._read(self._groups.popleft())
+        return done
+
+    def _read(self, group: _Group) -> list[Timed]:
+        group.ready.synchronize()
+        values = iter(group.host.tolist() if group.host is not None else [])
+        timed = []
+        for step in group.steps:
+            scalars = [None if scalar is None else next(values) for scalar in step.scalars]
+            step_s, phases = _device_phases(step)
+            timed.append(Timed(step.payload, scalars, step_s, phases))
+            # The end event is the next step's beginning, so each step gives back its beginning.
+            self._free.append(step.begin)
+            self._free.extend(event for _, event in step.marks)
+        return timed
+
+
+def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
+    """Times between the events of one step; the gap before the data mark splits into wait and transfer."""
+    phases: dict[str, float] = {}
+    last = step.begin
+    for name, event in step.marks:
+        elapsed_s = last.elapsed_time(event) * 1e-3
+        if name == DATA_WAIT:
+            wait_s = min(elapsed_s, step.host_wait_s)
+            phases[TRANSFER] = phases.get(TRANSFER, 0.0) + elapsed_s - wait_s
+            elapsed_s = wait_s
+        phases[name] = phases.get(name, 0.0) + elapsed_s
+        last = event
+    phases[OTHER] = phases.get(OTHER, 0.0) + last.elapsed_time(step.end) * 1e-3
+    return step.begin.elapsed_time(step.end) * 1e-3, phases
+
+
+def make_clock(device: torch.device) -> StepClock:
+    """The clock that suits the device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

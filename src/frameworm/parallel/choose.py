@@ -1,0 +1,32 @@
+"""From the config's word to a strategy."""
+
+from __future__ import annotations
+
+import torch
+
+from frameworm.config.schema import ParallelConfig
+from frameworm.errors import ConfigError
+from frameworm.parallel.replicated import DataParallelStrategy, DDPStrategy
+from frameworm.parallel.strategy import Strategy
+
+
+def choose_strategy(
+    settings: ParallelConfig, device: torch.device, *, rank: int, world_size: int, device_ids: list[int] | None = None
+) -> Strategy:
+    """Build the strategy the settings name; `auto` is `single` with one process and `ddp` with several.
+
+    Raises:
+        ConfigError: The strategy does not fit the number of processes.
+    """
+    name = settings.strategy
+    if name == "auto":
+        name = "ddp" if world_size > 1 else "single"
+    if name in ("single", "dp") and world_size > 1:
+        raise ConfigError(f"parallel.strategy: {name} is one process, but {world_size} were started; use ddp")
+    if name == "single":
+        return Strategy(device)
+    if name == "dp":
+        return DataParallelStrategy(device, device_ids)
+    if name == "ddp":
+        return DDPStrategy(device, rank, world_size, settings)
+    raise ConfigError(f"parallel.strategy: {name} is not in this version; use single, dp or ddp")

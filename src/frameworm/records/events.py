@@ -1,0 +1,121 @@
+"""How the training loop tells others what happened, without knowing who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
+
+_Call = Callable[..., Any]
+_Target = tuple["Listener", _Call]
+
+
+class Listener:
+    """Base of everything that wants to hear of a run; each method does nothing unless overridden.
+
+    Attributes:
+        must_not_break_training: True for listeners that only watch. When one of these raises, it is dropped with a
+            note and training goes on; errors of all others reach the training loop.
+    """
+
+    must_not_break_training: ClassVar[bool] = False
+
+    def on_run_start(self, record: RunRecord) -> None:
+        """The run is about to take its first step."""
+
+    def on_step(self, step: StepRecord) -> None:
+        """A step of this rank is complete; called for every step, so keep it cheap."""
+
+    def on_epoch(self, epoch: EpochRecord) -> None:
+        """An epoch and its validation are complete."""
+
+    def on_checkpoint(self, path: str, step: int) -> None:
+        """A checkpoint of the state after `step` is durable at `path`."""
+
+    def on_run_end(self, record: RunRecord) -> None:
+        """The run is over, for whatever reason; `record.status` says which."""
+
+
+class Events(Listener):
+    """Hands each event to every listener, in order. With no listeners it does nothing, so the loop never asks.
+
+    Args:
+        listeners: Who listens; only the methods a listener overrides are ever called.
+
+    Attributes:
+        notes: One sentence for each listener that was dropped.
+    """
+
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self.notes: list[str] = []
+        self._listeners: tuple[Listener, ...] = tuple(listeners)
+        self._collect()
+
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        """The listeners still being told."""
+        return self._listeners
+
+    def on_run_start(self, record: RunRecord) -> None:
+        """Tell all that the run begins."""
+        self._tell(self._run_start, record)
+
+    def on_step(self, step: StepRecord) -> None:
+        """Tell all of one step."""
+        for listener, call in self._step:
+            try:
+                call(step)
+            except Exception as error:
+                if not self._dropped(listener, error):
+                    raise
+
+    def on_epoch(self, epoch: EpochRecord) -> None:
+        """Tell all of one epoch."""
+        self._tell(self._epoch, epoch)
+
+    def on_checkpoint(self, path: str, step: int) -> None:
+        """Tell all of one checkpoint."""
+        self._tell(self._checkpoint, path, step)
+
+    def on_run_end(self, record: RunRecord) -> None:
+        """Tell all that the run is over; every listener hears it before the first error is raised."""
+        first: Exception | None = None
+        for target in self._run_end:
+            try:
+                self._tell((target,), record)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _tell(self, targets: Iterable[_Target], *arguments: object) -> None:
+        for listener, call in targets:
+            try:
+                call(*arguments)
+            except Exception as error:
+                if not self._dropped(listener, error):
+                    raise
+
+    def _collect(self) -> None:
+        """Look up once which listeners override what: a step then costs one call for each that cares."""
+        self._run_start = self._overriding("on_run_start")
+        self._step = self._overriding("on_step")
+        self._epoch = self._overriding("on_epoch")
+        self._checkpoint = self._overriding("on_checkpoint")
+        self._run_end = self._overriding("on_run_end")
+
+    def _overriding(self, name: str) -> tuple[_Target, ...]:
+        base = getattr(Listener, name)
+        found = ((listener, getattr(listener, name)) for listener in self._listeners)
+        return tuple((listener, call) for listener, call in found if getattr(call, "__func__", None) is not base)
+
+    def _dropped(self, listener: Listener, error: Exception) -> bool:
+        """Drop a listener that only watches and has failed; False for one whose errors must be seen."""
+        if not listener.must_not_break_training:
+            return False
+        if any(item is listener for item in self._listeners):
+            self.notes.append(f"{type(listener).__name__} was dropped: {type(error).__name__}: {error}")
+            self._listeners = tuple(item for item in self._listeners if item is not listener)
+            self._collect()
+        return True

@@ -1,0 +1,292 @@
+"""Numbers of a run from its steps: exact where that is cheap, bounded in memory for any number of steps."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from frameworm.records.schema import PHASES, Phase, Statistics, StepRecord, Throughput
+from frameworm.records.series import SERIES_LIMIT, Series
+from frameworm.records.series import SeriesPoint as SeriesPoint
+
+DEFAULT_WARMUP = 5
+EXACT_LIMIT = 10_000
+RELATIVE_ERROR = 0.005
+
+_GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_PER_LOG = 1 / math.log(_GROWTH)
+_SMALLEST_S = 1e-9
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of sorted values lie, by linear interpolation between neighbours."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def statistics(values: Iterable[float]) -> Statistics | None:
+    """Spread of the finite values, or None if there are none.
+
+    `std` is the population's: the values are all there are, not a sample of more. Percentiles interpolate linearly.
+    """
+    ordered = sorted(value for value in values if math.isfinite(value))
+    if not ordered:
+        return None
+    mean = math.fsum(ordered) / len(ordered)
+    return Statistics(
+        mean=mean,
+        std=math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)),
+        min=ordered[0],
+        max=ordered[-1],
+        p50=percentile(ordered, 0.50),
+        p95=percentile(ordered, 0.95),
+        p99=percentile(ordered, 0.99),
+    )
+
+
+class Spread:
+    """Statistics of a stream of positive numbers in bounded memory.
+
+    Mean, std, min and max cover every value. Percentiles are exact up to `exact_limit` values; beyond that values are
+    counted in buckets that grow by about 1%, so that a percentile is within 0.5% of the exact one.
+    """
+
+    __slots__ = ("_buckets", "_exact", "_exact_limit", "_max", "_mean", "_min", "_squares", "count", "total")
+
+    def __init__(self, exact_limit: int = EXACT_LIMIT) -> None:
+        self.count = 0
+        self.total = 0.0
+        self._exact_limit = exact_limit
+        self._exact: array[float] | None = array("d")
+        self._buckets: dict[int, int] = {}
+        self._mean = 0.0
+        self._squares = 0.0  # sum of squared distances from the mean, kept up by Welford's rule
+        self._min = math.inf
+        self._max = -math.inf
+
+    def add(self, value: float) -> None:
+        """Take one value in; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self.count += 1
+        self.total += value
+        distance = value - self._mean
+        self._mean += distance / self.count
+        self._squares += distance * (value - self._mean)
+        if value < self._min:
+            self._min = value
+        if value > self._max:
+            self._max = value
+        if self._exact is None:
+            self._count_in_bucket(value)
+        else:
+            self._exact.append(value)
+            if self.count > self._exact_limit:
+                values, self._exact = self._exact, None
+                for item in values:
+                    self._count_in_bucket(item)
+
+    def statistics(self) -> Statistics | None:
+        """The statistics so far, or None before the first value."""
+        if self.count == 0:
+            return None
+        if self._exact is not None:
+            return statistics(self._exact)
+        return Statistics(
+            mean=self.total / self.count,
+            std=math.sqrt(self._squares / self.count),
+            min=self._min,
+            max=self._max,
+            p50=self._percentile(0.50),
+            p95=self._percentile(0.95),
+            p99=self._percentile(0.99),
+        )
+
+    def _count_in_bucket(self, value: float) -> None:
+        index = math.ceil(math.log(max(value, _SMALLEST_S)) * _PER_LOG)
+        self._buckets[index] = self._buckets.get(index, 0) + 1
+
+    def _percentile(self, share: float) -> float:
+        position = share * (self.count - 1)
+        low = math.floor(position)
+        first, second = self._at(low), self._at(min(low + 1, self.count - 1))
+        return first + (second - first) * (position - low)
+
+    def _at(self, rank: int) -> float:
+        """The value at a rank of the sorted stream, to within the relative error."""
+        seen = 0
+        for index in sorted(self._buckets):
+            seen += self._buckets[index]
+            if seen > rank:
+                middle = 2 * _GROWTH**index / (1 + _GROWTH)
+                return min(max(middle, self._min), self._max)
+        return self._max
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the measured steps."""
+
+    spread: Spread
+    training_s: float = 0.0  # validation is part of a step's time, but not of the speed of training
+    samples: int = 0
+    tokens: int = 0
+    tokens_step_s: float = 0.0
+    padded_tokens: int = 0
+    tokens_where_padded: int = 0
+    phased_step_s: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: StepRecord) -> None:
+        step_s = step.step_s
+        training_s = step_s - step.phases.get("validation", 0.0)
+        self.spread.add(step_s)
+        self.training_s += training_s
+        self.samples += step.samples
+        tokens = step.tokens
+        if tokens is not None:
+            self.tokens += tokens
+            self.tokens_step_s += training_s
+            if step.padded_tokens is not None:
+                self.padded_tokens += step.padded_tokens
+                self.tokens_where_padded += tokens
+        if step.phases:
+            self.phased_step_s += step_s
+            phases = self.phases
+            for name, seconds in step.phases.items():
+                phases[name] = phases.get(name, 0.0) + seconds
+
+
+class StepAggregate:
+    """Sums up the steps of one rank as they come, in bounded memory.
+
+    The first `warmup` steps are left out of all figures, but never more than half of the steps there are, so that a
+    short run has figures too. Sums cover every other step; percentiles are those of `Spread`; `series` covers all
+    steps including the warm-up.
+
+    Args:
+        warmup: Steps at the start to leave out.
+        exact_limit: Number of steps up to which percentiles are exact.
+        series_limit: Most points `series` may have.
+    """
+
+    def __init__(
+        self, warmup: int = DEFAULT_WARMUP, exact_limit: int = EXACT_LIMIT, series_limit: int = SERIES_LIMIT
+    ) -> None:
+        assert warmup >= 0, "warm-up is a number of steps"
+        self.steps = 0
+        self.skipped: int | None = None
+        self._warmup = warmup
+        self._exact_limit = exact_limit
+        self._head: list[StepRecord] | None = []
+        self._totals = _Totals(Spread(exact_limit))
+        self._series = Series(series_limit)
+
+    def add(self, step: StepRecord) -> None:
+        """Take one step in; cheap enough for every step."""
+        self.steps += 1
+        self._series.add(step)
+        if step.skipped is not None:
+            self.skipped = (self.skipped or 0) + step.skipped
+        if self._head is None:
+            self._totals.add(step)
+            return
+        # Until twice the warm-up has been seen, how much of it to leave out is open.
+        self._head.append(step)
+        if len(self._head) >= 2 * self._warmup:
+            self._totals = self._measured()
+            self._head = None
+
+    @property
+    def measured_steps(self) -> int:
+        """Steps the figures are made of."""
+        return self._measured().spread.count
+
+    @property
+    def measured_s(self) -> float:
+        """Time of these steps."""
+        return self._measured().spread.total
+
+    @property
+    def measured_samples(self) -> int:
+        """Samples of these steps on this rank, to be summed over ranks that hold unequal shares."""
+        return self._measured().samples
+
+    @property
+    def measured_tokens(self) -> int | None:
+        """Tokens of these steps on this rank, or None if no step knew."""
+        totals = self._measured()
+        return totals.tokens if totals.tokens_step_s > 0 else None
+
+    def throughput(
+        self, world_size: int = 1, world_samples: int | None = None, world_tokens: int | None = None
+    ) -> Throughput:
+        """Speed of the whole run, from the steps of this rank; time spent validating does not count.
+
+        Args:
+            world_size: What this rank's samples and tokens are multiplied with.
+            world_samples: `measured_samples` summed over the ranks, where these hold unequal shares.
+            world_tokens: `measured_tokens` summed over the ranks, likewise.
+        """
+        totals = self._measured()
+        step_s = totals.training_s
+        samples = totals.samples * world_size if world_samples is None else world_samples
+        tokens = totals.tokens * world_size if world_tokens is None else world_tokens
+        return Throughput(
+            samples_per_s=samples / step_s if step_s > 0 else None,
+            tokens_per_s=tokens / totals.tokens_step_s if totals.tokens_step_s > 0 else None,
+            step_s=totals.spread.statistics(),
+        )
+
+    def phases(self) -> dict[str, Phase]:
+        """Mean time and share of each phase seen; with `other` they add up to the mean step.
+
+        Phases are parts of a step that do not overlap. Should the clocks that timed them add up to more than the step,
+        `other` is zero and the excess stays visible. Steps without phases count as divided like the others.
+        """
+        totals = self._measured()
+        if totals.phased_step_s <= 0:
+            return {}
+        mean_step_s = totals.spread.total / totals.spread.count
+        seen = {name: seconds / totals.phased_step_s for name, seconds in totals.phases.items() if name != "other"}
+        seen["other"] = max(0.0, 1.0 - math.fsum(seen.values()))
+        order = [*(name for name in PHASES if name in seen), *(name for name in seen if name not in PHASES)]
+        return {name: Phase(mean_s=seen[name] * mean_step_s, share=seen[name]) for name in order}
+
+    def padding_waste(self) -> float | None:
+        """Share of the computed tokens that were padding, or None if unknown."""
+        totals = self._measured()
+        return 1 - totals.tokens_where_padded / totals.padded_tokens if totals.padded_tokens > 0 else None
+
+    def series(self) -> list[SeriesPoint]:
+        """Loss and step time over the run, thinned evenly."""
+        return self._series.points()
+
+    def _measured(self) -> _Totals:
+        if self._head is None:
+            return self._totals
+        totals = _Totals(Spread(self._exact_limit))
+        for step in self._head[min(self._warmup, len(self._head) // 2) :]:
+            totals.add(step)
+        return totals
+
+
+@dataclass(slots=True)
+class StepSummary:
+    """Figures of a sequence of steps."""
+
+    throughput: Throughput
+    phases: dict[str, Phase]
+    padding_waste: float | None
+
+
+def summarise_steps(steps: Sequence[StepRecord], warmup: int = DEFAULT_WARMUP, world_size: int = 1) -> StepSummary:
+    """Figures of steps that are all at hand, with exact percentiles; the rules are those of `StepAggregate`."""
+    aggregate = StepAggregate(warmup, exact_limit=len(steps))
+    for step in steps:
+        aggregate.add(step)
+    return StepSummary(aggregate.throughput(world_size), aggregate.phases(), aggregate.padding_waste())

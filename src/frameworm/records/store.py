@@ -1,0 +1,331 @@
+"""The folder a run leaves behind: one property per file, written so that a crash never leaves half a file."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from frameworm.errors import RunFolderError
+from frameworm.records.atomic import FILE_MODE, replacing, write_atomic
+from frameworm.records.schema import EpochRecord, RunRecord
+from frameworm.records.writer import parse_step
+
+EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord))
+
+_STEPS_NAME = re.compile(r"steps-rank(\d+)\.jsonl")
+_FOLDER_NAME = re.compile(r"(?P<name>.+)-\d{8}-\d{6}(-\d+)?")
+_FOLDER_MODE = 0o755
+
+
+class RunFolder:
+    """The files of one run.
+
+    Args:
+        path: The folder; it is neither made nor checked here, see `create` and `open`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFolder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @classmethod
+    def create(cls, out: Path | None, name: str, root: Path = Path("runs")) -> RunFolder:
+        """Make the folder of a new run. Nothing that exists is ever written over.
+
+        Args:
+            out: The folder to use; None picks `<root>/<name>-<YYYYmmdd-HHMMSS>`.
+            name: Name of the run.
+            root: Where folders without a given place go.
+
+        Raises:
+            RunFolderError: `out` holds something already, or the folder cannot be made or written to.
+        """
+        if out is not None:
+            return cls._create_at(Path(out))
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise RunFolderError(f"run name {name!r} cannot be part of a folder's name; use letters, digits, '_', '-'")
+        root = Path(root)
+        stamp = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        try:
+            _make_folders(root)
+            for attempt in range(1, 10_000):
+                path = root / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=_FOLDER_MODE)
+                    return cls(path)
+        except OSError as error:
+            raise _unwritable(root, error) from error
+        raise RunFolderError(f"{root} holds too many runs named {stamp}; give another place with --out")
+
+    @classmethod
+    def _create_at(cls, path: Path) -> RunFolder:
+        try:
+            if path.is_dir():
+                _refuse_unless_empty(cls(path))
+                _probe(path)
+            else:
+                _make_folders(path.parent)
+                path.mkdir(mode=_FOLDER_MODE)
+        except FileExistsError as error:
+            raise RunFolderError(f"{path} is in the way of the run folder; give another --out") from error
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """The folder of an existing run.
+
+        Raises:
+            RunFolderError: There is no such folder, or it holds no run.
+        """
+        folder = cls(path)
+        if not folder.path.is_dir():
+            what = "is not a folder" if folder.path.exists() else "does not exist"
+            raise RunFolderError(f"{folder.path} {what}; give the folder of a run (`frameworm runs` lists them)")
+        if not folder.holds_run():
+            raise RunFolderError(
+                f"{folder.path} is not a run: it has no config.yaml, summary.json, steps-rank*.jsonl or checkpoints/; "
+                "`frameworm runs` lists the runs there are"
+            )
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    def steps(self, rank: int) -> Path:
+        """The steps of one rank."""
+        return self.path / f"steps-rank{rank}.jsonl"
+
+    @property
+    def epochs_csv(self) -> Path:
+        """One row per epoch."""
+        return self.path / "epochs.csv"
+
+    @property
+    def summary_json(self) -> Path:
+        """The run record."""
+        return self.path / "summary.json"
+
+    @property
+    def summary_txt(self) -> Path:
+        """The run on one screen."""
+        return self.path / "summary.txt"
+
+    @property
+    def report_html(self) -> Path:
+        """The run as a page."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def step_files(self) -> dict[int, Path]:
+        """The steps files that exist, by rank; a resume on fewer ranks still finds those of the others."""
+        matches = ((_STEPS_NAME.fullmatch(path.name), path) for path in _entries(self.path))
+        return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+    def holds_run(self) -> bool:
+        """Whether any file of a run is here."""
+        here = (self.config, self.summary_json, self.checkpoints)
+        return any(path.exists() for path in here) or bool(self.step_files())
+
+    def has_checkpoint(self) -> bool:
+        """Whether a durable checkpoint is here to go on from."""
+        return os.path.lexists(self.checkpoints / "latest")
+
+    def run_name(self) -> str | None:
+        """Name of the run, from its config or else from the folder's own name."""
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            data = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            if isinstance(data, dict) and isinstance(data.get("name"), str):
+                return str(data["name"])
+        match = _FOLDER_NAME.fullmatch(self.path.name)
+        return match["name"] if match else None
+
+    def status(self) -> str | None:
+        """Status in the summary; None when there is no readable summary, as while the run goes on."""
+        try:
+            return self.read_summary().status
+        except RunFolderError:
+            return None
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved config."""
+        write_atomic(self.config, text)
+
+    def write_report(self, text: str) -> None:
+        """Write the page."""
+        write_atomic(self.report_html, text)
+
+    def write_summary(self, record: RunRecord, text: str | None = None) -> None:
+        """Write the run record, and beside it the same for reading if `text` is given."""
+        if text is not None:
+            write_atomic(self.summary_txt, text)
+        write_atomic(self.summary_json, json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    def read_summary(self) -> RunRecord:
+        """Read the run record.
+
+        Raises:
+            RunFolderError: There is none, or it is not one.
+        """
+        text = _read(self.summary_json)
+        try:
+            return RunRecord.from_dict(json.loads(text))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise RunFolderError(f"{self.summary_json} is damaged or no summary of frameworm: {error}") from error
+
+    def write_epochs(self, epochs: Iterable[EpochRecord]) -> None:
+        """Write the table of epochs; a missing value is an empty cell."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(EPOCH_COLUMNS)
+        for epoch in epochs:
+            values = dataclasses.astuple(epoch)
+            table.writerow(["" if value is None else value for value in values])
+        write_atomic(self.epochs_csv, text.getvalue())
+
+    def read_epochs(self) -> list[EpochRecord]:
+        """Read the table of epochs.
+
+        Raises:
+            RunFolderError: There is none, or it is not one.
+        """
+        rows = csv.DictReader(io.StringIO(_read(self.epochs_csv)))
+        missing = [name for name in EPOCH_COLUMNS if name not in (rows.fieldnames or ())]
+        if missing:
+            raise RunFolderError(f"{self.epochs_csv} has no column {missing[0]}; expected {','.join(EPOCH_COLUMNS)}")
+        try:
+            return [
+                EpochRecord(
+                    epoch=int(row["epoch"]),
+                    epoch_time_s=float(row["epoch_time_s"]),
+                    train_loss=_cell(row["train_loss"]),
+                    val_loss=_cell(row["val_loss"]),
+                    val_accuracy=_cell(row["val_accuracy"]),
+                    samples_per_s=_cell(row["samples_per_s"]),
+                )
+                for row in rows
+            ]
+        except (ValueError, TypeError) as error:
+            raise RunFolderError(f"{self.epochs_csv}, line {rows.line_num}: {error}") from error
+
+    def truncate_steps(self, rank: int, last_step: int) -> int:
+        """Drop what a rank wrote after `last_step`, and broken lines, so that a resumed run writes no step twice.
+
+        Call it while no writer has the file open.
+
+        Returns:
+            Number of lines dropped.
+        """
+        path = self.steps(rank)
+        if not path.exists():
+            return 0
+        dropped = 0
+        try:
+            with path.open("rb") as lines, replacing(path) as kept:
+                for line in lines:
+                    step = parse_step(line)
+                    if step is None or step.step > last_step:
+                        dropped += 1
+                    else:
+                        kept.write(line if line.endswith(b"\n") else line + b"\n")
+        except OSError as error:
+            raise RunFolderError(f"cannot shorten {path}: {error.strerror or error}") from error
+        return dropped
+
+
+def find_runs(root: str | os.PathLike[str]) -> list[RunFolder]:
+    """The runs directly under `root`, newest first; an absent `root` holds none."""
+    folders = (RunFolder(path) for path in _entries(Path(root)) if path.is_dir())
+    return sorted((folder for folder in folders if folder.holds_run()), key=_age, reverse=True)
+
+
+def newest_unfinished(root: str | os.PathLike[str], name: str) -> RunFolder | None:
+    """The newest run of that name that has a checkpoint to go on from and is not completed."""
+    for folder in find_runs(root):
+        if folder.has_checkpoint() and folder.run_name() == name and folder.status() != "completed":
+            return folder
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RunFolderError(f"{path} does not exist; the run has not come that far, or is not a run") from error
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+
+
+def _cell(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except OSError:
+        return []
+
+
+def _age(folder: RunFolder) -> tuple[float, str]:
+    """When the run began: its config is written then; the folder's own time moves with every file."""
+    for path in (folder.config, folder.path):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime, folder.path.name
+    return 0.0, folder.path.name
+
+
+def _make_folders(path: Path) -> None:
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=_FOLDER_MODE)
+
+
+def _refuse_unless_empty(folder: RunFolder) -> None:
+    if folder.holds_run():
+        raise RunFolderError(
+            f"{folder.path} already holds a run; go on with it by --resume auto, or give another --out"
+        )
+    entry = next(folder.path.iterdir(), None)
+    if entry is not None:
+        raise RunFolderError(
+            f"{folder.path} is not empty (it has {entry.name}); give an empty or a new folder as --out"
+        )
+
+
+def _probe(path: Path) -> None:
+    """Raise now what the first write would raise later."""
+    probe = path / f".{os.getpid()}.tmp"
+    probe.touch(mode=FILE_MODE, exist_ok=True)
+    probe.unlink()
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    reason = error.strerror or str(error)
+    return RunFolderError(f"cannot make a run folder at {path}: {reason}; give a writable place with --out")

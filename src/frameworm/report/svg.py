@@ -1,0 +1,218 @@
+"""Two small drawings as inline SVG: a line chart with axes, and a bar made of parts.
+
+Colours come from CSS classes, so that one drawing serves light and dark pages. Every text is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH = 480
+HEIGHT = 270
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 46
+_MOST_MARKS = 60
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve; a y of None, or one that is not finite, leaves a gap."""
+
+    points: Sequence[Point]
+    css_class: str
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a stacked bar; `share` is its part of the whole, from 0 to 1."""
+
+    label: str
+    share: float
+    css_class: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Maps values to coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Round values, at most about `count` steps apart, of which the first and last enclose `low` and `high`.
+
+    Args:
+        low: Smallest value to show.
+        high: Largest value to show.
+        count: Number of steps to aim at.
+        whole: Whether ticks must be whole numbers.
+    """
+    # Values that differ in their last digits only are one value: ticks between them would round to the same number.
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        margin = abs(low) * 0.05 or 0.5
+        low, high = low - margin, high + margin
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    if whole:
+        step = max(1.0, math.ceil(step - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def tick_label(value: float, step: float) -> str:
+    """A tick's value with just the digits that tell it from its neighbours."""
+    if abs(value) < step * 1e-6:
+        return "0"
+    if abs(value) >= 1e7 or abs(value) < 1e-5:
+        return f"{value:.3g}"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if round(step, decimals) != round(step, decimals + 1):
+        decimals += 1
+    return f"{value:,.{decimals}f}"
+
+
+def outlier_limit(values: Sequence[float]) -> float | None:
+    """Where to cut an axis that a few extreme values would flatten; None if none would."""
+    ordered = sorted(values)
+    if len(ordered) < 10:
+        return None
+    usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return 1.5 * usual if usual > 0 and ordered[-1] > 3 * usual else None
+
+
+def line_chart(
+    lines: Sequence[Line],
+    title: str,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    y_limit: float | None = None,
+) -> Markup:
+    """Curves over a whole-numbered x axis, or nothing if no curve has a point.
+
+    Args:
+        lines: The curves, later ones drawn over earlier ones.
+        title: What a screen reader says.
+        x_label: Name of the x axis.
+        y_label: Name and unit of the y axis.
+        from_zero: Whether the y axis begins at zero.
+        y_limit: Top of the y axis, best a round number; points above it are drawn at the edge, as triangles.
+    """
+    known = [(x, y) for line in lines for x, y in line.points if _drawable(y)]
+    if not known:
+        return Markup("")
+    heights = [y if y_limit is None else min(y, y_limit) for _, y in known if y is not None]
+    first, last = min(x for x, _ in known), max(x for x, _ in known)
+    if 0 < first <= 0.05 * last or first == last:
+        first = 0.0
+    x_ticks = nice_ticks(first, last, whole=True)
+    y_ticks = nice_ticks(0.0 if from_zero else min(heights), max(heights))
+    x_axis = _Axis(first, last if first < last else x_ticks[-1], _LEFT, WIDTH - _RIGHT)
+    y_axis = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    parts = [_frame(x_axis, y_axis, x_ticks, y_ticks, x_label, y_label)]
+    parts += [_curve(line, x_axis, y_axis) for line in lines]
+    return _drawing(HEIGHT, title, "".join(parts))
+
+
+def stacked_bar(parts: Sequence[Part], title: str, height: int = 40) -> Markup:
+    """Parts side by side; parts that add up to more than one are drawn to scale within the bar."""
+    whole = max(1.0, math.fsum(part.share for part in parts if part.share > 0))
+    left = 0.0
+    shapes = []
+    for part in parts:
+        if part.share <= 0:
+            continue
+        width = part.share / whole * WIDTH
+        text = f"{part.share * 100:.1f}%"
+        shapes.append(
+            f'<g class="{escape(part.css_class)}"><title>{escape(part.label)} {text}</title>'
+            f'<rect x="{left:.2f}" y="0" width="{width:.2f}" height="{height}"/>'
+        )
+        if width >= 46:
+            shapes.append(
+                f'<text x="{left + width / 2:.1f}" y="{height / 2 + 5:.1f}" text-anchor="middle">{text}</text>'
+            )
+        shapes.append("</g>")
+        left += width
+    return _drawing(height, title, "".join(shapes)) if shapes else Markup("")
+
+
+def _drawable(y: float | None) -> bool:
+    return y is not None and math.isfinite(y)
+
+
+def _drawing(height: int, title: str, content: str) -> Markup:
+    name = escape(title)
+    return Markup(
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}"><title>{name}</title>{content}</svg>'
+    )
+
+
+def _frame(
+    x_axis: _Axis, y_axis: _Axis, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str
+) -> str:
+    """Grid, ticks, their labels and the names of the axes."""
+    pieces = []
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    y_step = y_ticks[1] - y_ticks[0]
+    for value in y_ticks:
+        y = y_axis.at(value)
+        pieces.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        pieces.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_label(value, y_step)}</text>')
+    x_step = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
+    for value in x_ticks:
+        if not x_axis.low <= value <= x_axis.high:
+            continue
+        x = x_axis.at(value)
+        pieces.append(f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 4}"/>')
+        anchor = "end" if x > right - 16 else "middle"
+        pieces.append(
+            f'<text x="{min(x, right):.1f}" y="{bottom + 18}" text-anchor="{anchor}">{tick_label(value, x_step)}</text>'
+        )
+    pieces.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    middle_y = (bottom + _TOP) / 2
+    pieces.append(f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    pieces.append(
+        f'<text transform="translate(12 {middle_y}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    )
+    return "".join(pieces)
+
+
+def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
+    runs: list[list[str]] = [[]]
+    marks = []
+    dots = []
+    for x, y in line.points:
+        if y is None or not math.isfinite(y):
+            runs.append([])
+            continue
+        across, up = x_axis.at(x), y_axis.at(min(y, y_axis.high))
+        runs[-1].append(f"{across:.1f},{up:.1f}")
+        if y > y_axis.high:
+            marks.append(f"M{across - 4:.1f},{up + 1:.1f}h8l-4,-7z")
+        if line.dots:
+            dots.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5"/>')
+    shapes = []
+    for run in runs:
+        if len(run) > 1:
+            shapes.append(f'<polyline points="{" ".join(run)}"/>')
+        elif run and not line.dots:
+            x_text, y_text = run[0].split(",")
+            shapes.append(f'<circle cx="{x_text}" cy="{y_text}" r="2"/>')
+    spacing = max(1, math.ceil(len(marks) / _MOST_MARKS))
+    if marks:
+        shapes.append(f'<path class="beyond" d="{"".join(marks[::spacing])}"/>')
+    return f'<g class="{escape(line.css_class)}">{"".join(shapes)}{"".join(dots)}</g>'

@@ -1,0 +1,269 @@
+"""What a report shows, as rows of text and numbers; drawing them is left to `text` and `html`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, RunRecord
+
+UNKNOWN = "unknown"
+
+PHASE_LABELS = {name: name.replace("_", " ") for name in PHASES} | {"communication_exposed": "exposed communication"}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number with its name."""
+
+    label: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One phase of the mean step."""
+
+    name: str
+    label: str
+    mean_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """One finding in words."""
+
+    code: str
+    severity: str
+    share: str
+    evidence: str
+    remedies: tuple[str, ...]
+    expected: str
+
+
+def plain(text: object) -> str:
+    """One line without control characters, so that no name or note can steer a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number in a few significant digits, without exponents where people expect none."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(float(value))
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1) and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def seconds(value: float | None) -> str:
+    """A time in the unit that suits it."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size == 0:
+        return "0 s"
+    if size < 0.9995e-3:
+        return f"{value * 1e6:.3g} us"
+    if size < 0.9995:
+        return f"{_three_digits(value * 1e3)} ms"
+    if size < 59.95:
+        return f"{_three_digits(value)} s"
+    whole = round(size)
+    sign = "-" if value < 0 else ""
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{sign}{hours} h {minutes:02d} min" if hours else f"{sign}{minutes} min {rest:02d} s"
+
+
+def data_size(value: float | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.5 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit takes any size")
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value * 100:.1f}%"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
+
+
+def batch_text(batch: Batch) -> str:
+    """The four batch numbers as the product they are."""
+    micro = UNKNOWN if batch.micro is None else str(batch.micro)
+    whole = UNKNOWN if batch.global_ is None else str(batch.global_)
+    factors = f"micro-batch {micro} x accumulation {batch.accumulation} x world size {batch.world_size}"
+    return f"global batch {whole} = {factors}"
+
+
+def title_parts(record: RunRecord) -> list[str]:
+    """Name, status and how the run trained, without what is unknown."""
+    parts = (record.name, record.status, record.device, record.strategy, record.precision)
+    return [plain(part) for part in parts if part]
+
+
+def phase_rows(record: RunRecord) -> list[PhaseRow]:
+    """The phases of the mean step, in the order in which a step goes through them."""
+    order = [*(name for name in PHASES if name in record.phases), *(n for n in record.phases if n not in PHASES)]
+    return [
+        PhaseRow(name, PHASE_LABELS.get(name, plain(name)), record.phases[name].mean_s, record.phases[name].share)
+        for name in order
+    ]
+
+
+def quality_figures(record: RunRecord) -> list[Figure]:
+    """What the model learned; all three are shown, known or not."""
+    quality = record.quality
+    return [
+        Figure("train loss", number(quality.train_loss)),
+        Figure("validation loss", number(quality.val_loss)),
+        Figure("validation accuracy", share(quality.val_accuracy)),
+    ]
+
+
+def speed_figures(record: RunRecord) -> list[Figure]:
+    """How fast it learned; measures that do not apply to the run are left out."""
+    throughput = record.throughput
+    figures = [Figure("samples/s", number(throughput.samples_per_s))]
+    if throughput.tokens_per_s is not None:
+        figures.append(Figure("tokens/s", number(throughput.tokens_per_s)))
+    step_s = throughput.step_s
+    figures.append(Figure("step p50", seconds(step_s.p50 if step_s else None)))
+    figures.append(Figure("step p95", seconds(step_s.p95 if step_s else None)))
+    if record.mfu is not None:
+        figures.append(Figure("MFU", share(record.mfu)))
+    if record.padding_waste is not None:
+        figures.append(Figure("padding", share(record.padding_waste)))
+    return figures
+
+
+def run_figures(record: RunRecord) -> list[Figure]:
+    """Size and length of the run, as far as known."""
+    figures = [Figure("steps", f"{record.steps:,}")]
+    if record.epochs:
+        figures.append(Figure("epochs", str(len(record.epochs))))
+    if record.wall_s is not None:
+        figures.append(Figure("wall time", seconds(record.wall_s)))
+    if record.parameters is not None:
+        figures.append(Figure("parameters", f"{record.parameters:,}"))
+    if record.skipped_steps:
+        figures.append(Figure("skipped steps", f"{record.skipped_steps:,}"))
+    return figures
+
+
+def memory_text(record: RunRecord) -> str:
+    """Peak memory, with what it is a part of where that is known."""
+    memory = record.memory
+    text = f"peak {data_size(memory.peak_bytes)}"
+    if memory.peak_bytes is not None and memory.total_bytes:
+        text += f" of {data_size(memory.total_bytes)} ({share(memory.peak_bytes / memory.total_bytes)})"
+    if memory.reserved_bytes is not None:
+        text += f", reserved {data_size(memory.reserved_bytes)}"
+    if memory.host_peak_bytes is not None:
+        text += f", host peak {data_size(memory.host_peak_bytes)}"
+    return text
+
+
+def communication_text(record: RunRecord) -> str | None:
+    """Communication per step, or None for a run that had none to measure."""
+    communication = record.communication
+    parts = []
+    if communication.total_s is not None:
+        parts.append(f"{seconds(communication.total_s)} per step")
+    if communication.exposed_s is not None:
+        parts.append(f"{seconds(communication.exposed_s)} exposed")
+    if communication.bytes_per_step is not None:
+        parts.append(f"{data_size(communication.bytes_per_step)} per step")
+    return ", ".join(parts) or None
+
+
+def checkpoint_text(record: RunRecord) -> str:
+    """Number of checkpoints and what they cost the loop."""
+    checkpoint = record.checkpoint
+    if checkpoint.count == 0:
+        return "none written"
+    return f"{checkpoint.count} written, stall {seconds(checkpoint.stall_s)}"
+
+
+def verdict_text(record: RunRecord) -> str | None:
+    """The verdict, or None while nobody has judged the run."""
+    if record.verdict == "inconclusive" and not record.findings:
+        return None
+    return plain(record.verdict).replace("_", " ")
+
+
+def finding_rows(record: RunRecord) -> list[FindingRow]:
+    """The findings in words."""
+    return [_finding_row(finding) for finding in record.findings]
+
+
+def _finding_row(finding: Finding) -> FindingRow:
+    expected = ""
+    if finding.expected_speedup is not None:
+        speedup = finding.expected_speedup
+        expected = f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}, {plain(speedup.basis)})"
+    evidence = ", ".join(f"{plain(key)} {cell(value)}" for key, value in finding.evidence.items())
+    remedies = tuple(
+        f"{plain(remedy.text)} ({plain(remedy.knob)}: {plain(remedy.value)})" for remedy in finding.remedies
+    )
+    return FindingRow(plain(finding.code), plain(finding.severity), share(finding.share), evidence, remedies, expected)
+
+
+EPOCH_HEADER = ("epoch", "time", "train loss", "val. loss", "val. accuracy", "samples/s")
+
+
+def epoch_rows(epochs: list[EpochRecord]) -> list[tuple[str, ...]]:
+    """One row of text per epoch; what was not measured is an empty cell."""
+    return [
+        (
+            str(epoch.epoch),
+            seconds(epoch.epoch_time_s),
+            "" if epoch.train_loss is None else number(epoch.train_loss),
+            "" if epoch.val_loss is None else number(epoch.val_loss),
+            "" if epoch.val_accuracy is None else share(epoch.val_accuracy),
+            "" if epoch.samples_per_s is None else number(epoch.samples_per_s),
+        )
+        for epoch in epochs
+    ]
+
+
+def environment_rows(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The fingerprint as name and value, nested names joined by dots."""
+    rows: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        name = f"{prefix}{plain(key)}"
+        if isinstance(value, dict) and value:
+            rows.extend(environment_rows(value, f"{name}."))
+        else:
+            rows.append((name, cell(value)))
+    return rows
+
+
+def cell(value: Any) -> str:
+    """Any JSON value as one line."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{plain(key)} {cell(item)}" for key, item in value.items()) or "none"
+    return plain(value)

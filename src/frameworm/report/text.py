@@ -1,0 +1,94 @@
+"""A run on one screen of plain text: what `train` prints at its end, and `summary.txt`."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+
+from frameworm.records.schema import RunRecord
+from frameworm.report import tables
+from frameworm.report.tables import Figure, PhaseRow
+
+_LABEL_WIDTH = 12
+_NARROWEST = 40
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|h|min|s|ms|us)\b)")
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def render_text(record: RunRecord, width: int = 80) -> str:
+    """The run as lines of at most `width` characters (never under 40), without any terminal codes.
+
+    What is unknown says so or is left out; it is never shown as zero.
+    """
+    width = max(width, _NARROWEST)
+    title = " · ".join(tables.title_parts(record))
+    lines = textwrap.wrap(title, width) or ["run"]
+    lines.append("─" * min(width, max(len(line) for line in lines)))
+    lines += _field("run", _figures(tables.run_figures(record)), width)
+    lines += _field("quality", _figures(tables.quality_figures(record)), width)
+    lines += _field("speed", _figures(tables.speed_figures(record)), width)
+    lines += _field("batch", tables.batch_text(record.batch), width)
+    phases = tables.phase_rows(record)
+    if phases:
+        lines += ["", "mean step, by phase", *_phase_lines(phases, width), ""]
+    communication = tables.communication_text(record)
+    if communication is not None:
+        lines += _field("network", communication, width)
+    lines += _field("memory", tables.memory_text(record), width)
+    lines += _field("checkpoints", tables.checkpoint_text(record), width)
+    lines += _judgement(record, width)
+    for note in record.notes:
+        lines += _field("note", tables.plain(note), width)
+    if record.run_dir is not None:
+        # Not wrapped: a path in two pieces cannot be copied.
+        lines.append(f"{'folder':<{_LABEL_WIDTH}}{tables.plain(record.run_dir)}")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(figures: Iterable[Figure]) -> str:
+    return "  ".join(f"{figure.label} {figure.value}".replace(" ", "\N{NO-BREAK SPACE}") for figure in figures)
+
+
+def _field(label: str, text: str, width: int) -> list[str]:
+    """A labelled entry, wrapped under its own beginning; no-break spaces keep a figure in one piece."""
+    text = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+    pieces = textwrap.wrap(text, width - _LABEL_WIDTH, break_on_hyphens=False) or [""]
+    lines = [f"{label if index == 0 else '':<{_LABEL_WIDTH}}{piece}" for index, piece in enumerate(pieces)]
+    return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in lines]
+
+
+def _phase_lines(rows: list[PhaseRow], width: int) -> list[str]:
+    label_width = max(len(row.label) for row in rows)
+    time_width = max(len(_milliseconds(row)) for row in rows)
+    bar_width = max(4, width - label_width - time_width - 2 - 2 - 2 - 6 - 1)
+    return [
+        f"  {row.label:<{label_width}}  {_milliseconds(row):>{time_width}}  {tables.share(row.share):>6} "
+        f"{bar(row.share, bar_width)}".rstrip()
+        for row in rows
+    ]
+
+
+def _milliseconds(row: PhaseRow) -> str:
+    return f"{row.mean_s * 1e3:.2f} ms"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of up to `width` characters, drawn to an eighth of one."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _judgement(record: RunRecord, width: int) -> list[str]:
+    verdict = tables.verdict_text(record)
+    if verdict is None:
+        return []
+    lines = _field("verdict", verdict, width)
+    for row in tables.finding_rows(record):
+        cost = "" if row.share == tables.UNKNOWN else f", costs {row.share}"
+        lines += _field("", f"{row.code} ({row.severity}{cost}) {row.evidence}".rstrip(), width)
+        for remedy in row.remedies:
+            lines += _field("", f"  try: {remedy}", width)
+        if row.expected:
+            lines += _field("", f"  expected speedup {row.expected}", width)
+    return lines

@@ -1,0 +1,169 @@
+"""Fixtures shared by all tests: ranks of a process group, and the command line, each with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+
+def kill_tree(pid: int) -> None:
+    """End a process and all that it started, also those that left its process group."""
+    try:
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=10)
+
+
+def _run_rank(
+    function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], environ: dict[str, str], out: str
+) -> None:
+    """Body of one rank; leaves (succeeded, result or traceback) in a file."""
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        import torch
+
+        from frameworm.launch.process_group import cleanup, setup_ddp
+
+        torch.set_num_threads(1)
+        setup_ddp(rank, world_size, backend="gloo", timeout_s=60)
+        outcome = (True, function(rank, world_size, *args))
+        cleanup()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    draft = Path(f"{out}.draft")
+    draft.write_bytes(pickle.dumps(outcome))
+    draft.replace(out)
+    if not outcome[0]:
+        # Without the regular end: threads of a collective that nobody will answer would hold the process.
+        os._exit(1)
+
+
+@pytest.fixture(scope="session")
+def _rank_context() -> multiprocessing.context.BaseContext:
+    """Ranks fork from a server that has imported torch but run nothing of it: quick to start, no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch", "frameworm.launch.process_group"])
+    return context
+
+
+@pytest.fixture
+def run_ranks(_rank_context: Any) -> Iterator[Callable[..., list[Any]]]:
+    """Run a top-level function as `function(rank, world_size, *args)` in processes that form a gloo group."""
+    started: list[BaseProcess] = []
+
+    def run(
+        function: Callable[..., Any], world_size: int = 2, args: tuple[Any, ...] = (), timeout_s: float = 60
+    ) -> list[Any]:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / f"rank-{rank}" for rank in range(world_size)]
+            processes = [
+                _rank_context.Process(target=_run_rank, args=(function, rank, world_size, args, environ, str(file)))
+                for rank, file in enumerate(files)
+            ]
+            started.extend(processes)
+            for process in processes:
+                process.start()
+            _wait(processes, time.monotonic() + timeout_s)
+            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            _kill(processes)
+            outcomes = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None and not outcome[0]:
+                raise AssertionError(f"rank {rank} failed:\n{outcome[1]}")
+        if late:
+            raise AssertionError(f"ranks {late} were still running after {timeout_s} s")
+        for rank, outcome in enumerate(outcomes):
+            if outcome is None:
+                raise AssertionError(f"rank {rank} ended without a result (exit code {processes[rank].exitcode})")
+        return [outcome[1] for outcome in outcomes if outcome is not None]
+
+    yield run
+    _kill(started)
+
+
+def _wait(processes: list[BaseProcess], deadline: float) -> None:
+    """Until all have ended, one has failed (the others then get two seconds), or time is up."""
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + 2)
+        time.sleep(0.02)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            kill_tree(process.pid)
+        if process.pid is not None:
+            process.join(10)
+
+
+@pytest.fixture(scope="session")
+def data_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token caches of this session; nothing is left in the user's cache folder."""
+    return tmp_path_factory.mktemp("data-cache")
+
+
+@pytest.fixture
+def cli(data_cache_dir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m frameworm ARGS...` to its end or a deadline; `env` adds variables, None as a value removes one."""
+
+    def run(
+        *args: str | Path,
+        env: dict[str, str | None] | None = None,
+        timeout_s: float = 60,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        environ: dict[str, str | None] = {
+            **os.environ,
+            "FRAMEWORM_DATA_CACHE_DIR": str(data_cache_dir),
+            "TERM": "dumb",
+            "COLUMNS": "120",
+            **(env or {}),
+        }
+        command = [sys.executable, "-m", "frameworm", *(str(argument) for argument in args)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={name: value for name, value in environ.items() if value is not None},
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            stdout, stderr = process.communicate()
+            raise AssertionError(
+                f"{' '.join(command)} was still running after {timeout_s} s\nstdout:\n{stdout}\nstderr:\n{stderr}"
+            ) from None
+        finally:
+            if process.poll() is None:
+                kill_tree(process.pid)
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+    return run

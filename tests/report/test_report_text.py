@@ -1,0 +1,123 @@
+"""The end-of-run text: one screen, no codes, nothing unknown shown as zero."""
+
+from __future__ import annotations
+
+import pytest
+
+from frameworm.records.schema import (
+    Batch,
+    CheckpointStatistics,
+    Communication,
+    ExpectedSpeedup,
+    Finding,
+    Memory,
+    Phase,
+    Quality,
+    Remedy,
+    RunRecord,
+    Statistics,
+    Throughput,
+)
+from frameworm.report.text import bar, render_text
+
+
+def make_record() -> RunRecord:
+    return RunRecord(
+        name="ag_news",
+        status="completed",
+        environment={},
+        batch=Batch(32, 1, 2, 64),
+        wall_s=75.0,
+        steps=1200,
+        device="2x Some GPU",
+        strategy="ddp",
+        precision="bf16",
+        throughput=Throughput(7543.2, 471444.0, Statistics(0.017, 0.001, 0.01, 0.03, 0.0169, 0.0188, 0.02)),
+        phases={"forward": Phase(0.005, 0.25), "backward": Phase(0.010, 0.5), "other": Phase(0.005, 0.25)},
+        communication=Communication(0.004, 0.0011, 1024),
+        memory=Memory(3 * 2**30),
+        quality=Quality(0.31, 0.55, 0.912),
+        checkpoint=CheckpointStatistics(3, 0.25),
+        notes=["a note that is long enough to need more than one line of eighty characters, so that it wraps"],
+        run_dir="runs/ag_news-20300101-000000",
+    )
+
+
+def test_all_parts_are_there() -> None:
+    text = render_text(make_record())
+    for part in (
+        "ag_news · completed · 2x Some GPU · ddp · bf16",
+        "train loss 0.31",
+        "validation loss 0.55",
+        "validation accuracy 91.2%",
+        "samples/s 7,543",
+        "tokens/s 471,444",
+        "step p50 16.9 ms",
+        "step p95 18.8 ms",
+        "global batch 64 = micro-batch 32 x accumulation 1 x world size 2",
+        "peak 3.00 GiB",
+        "3 written, stall 250 ms",
+        "folder      runs/ag_news-20300101-000000",
+    ):
+        assert part in text
+    backward = next(line for line in text.splitlines() if "backward" in line)
+    forward = next(line for line in text.splitlines() if "forward" in line)
+    assert "10.00 ms" in backward
+    assert "50.0%" in backward
+    assert backward.count("█") == pytest.approx(2 * forward.count("█"), abs=1)
+    assert len(text.splitlines()) <= 24
+    assert "verdict" not in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_lines_keep_to_the_width(width: int) -> None:
+    for line in render_text(make_record(), width).splitlines():
+        assert len(line) <= max(width, 40)
+        assert line == line.rstrip()
+
+
+def test_an_empty_record_shows_unknown_and_no_zero() -> None:
+    text = render_text(RunRecord("x", "failed", {}, Batch(None, 1, 1, None)))
+    assert text.startswith("x · failed\n")
+    assert "samples/s unknown" in text
+    assert "mean step" not in text
+    assert " 0.0" not in text
+    assert "0%" not in text
+
+
+def test_no_terminal_codes_get_through() -> None:
+    record = make_record()
+    record.name = "a\x1b[31mred"
+    record.notes = ["bell\x07 and\nline"]
+    record.run_dir = "runs/\x1b]0;title"
+    text = render_text(record)
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert "note        bell  and line" in text
+
+
+def test_findings_are_told_with_remedy_and_gain() -> None:
+    record = make_record()
+    record.verdict = "input_bound"
+    record.findings = [
+        Finding(
+            "input_bound",
+            "warning",
+            0.4,
+            {"wait_s": 0.02},
+            [Remedy("data.num_workers", 4, "more loader processes")],
+            ExpectedSpeedup(1.5, 1.3, 1.6, "modelled"),
+        )
+    ]
+    text = render_text(record)
+    assert "verdict     input bound" in text
+    assert "input_bound (warning, costs 40.0%) wait_s 0.02" in text
+    assert "try: more loader processes (data.num_workers: 4)" in text
+    assert "expected speedup 1.50x (1.30 to 1.60, modelled)" in text
+
+
+def test_a_bar_is_drawn_to_an_eighth() -> None:
+    assert bar(0.0, 8) == ""
+    assert bar(1.0, 8) == "█" * 8
+    assert bar(2.0, 8) == "█" * 8
+    assert bar(0.5, 8) == "█" * 4
+    assert bar(1 / 64, 8) == "▏"
