@@ -89,9 +89,11 @@ def run_ranks(_rank_context: Any) -> Iterator[Callable[..., list[Any]]]:
             late = [rank for rank, process in enumerate(processes) if process.is_alive()]
             _kill(processes)
             outcomes = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None and not outcome[0]:
-                raise AssertionError(f"rank {rank} failed:\n{outcome[1]}")
+        failed = [
+            f"rank {rank} failed:\n{outcome[1]}" for rank, outcome in enumerate(outcomes) if outcome and not outcome[0]
+        ]
+        if failed:
+            raise AssertionError("\n".join(failed))
         if late:
             raise AssertionError(f"ranks {late} were still running after {timeout_s} s")
         for rank, outcome in enumerate(outcomes):

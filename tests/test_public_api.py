@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 import frameworm
 import frameworm.distributed
 
@@ -33,12 +35,8 @@ def test_every_name_exists_and_is_documented() -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    try:
+    with pytest.raises(AttributeError, match="no_such_name"):
         frameworm.no_such_name  # noqa: B018
-    except AttributeError as error:
-        assert "no_such_name" in str(error)
-    else:
-        raise AssertionError("frameworm.no_such_name exists")
 
 
 def test_contract_signatures() -> None:

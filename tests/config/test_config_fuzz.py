@@ -88,7 +88,9 @@ MARKS += [
 ]
 YAML_BITS = st.lists(st.sampled_from([*WORDS, *MARKS, "1" * 5000]), max_size=25).map("".join)
 
-quiet = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quiet = settings(
+    max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def lines_of(error: ConfigError) -> list[str]:

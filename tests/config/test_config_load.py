@@ -86,6 +86,7 @@ BAD_FILES = [
     ),
     ("name: 12\n", "x.yaml:1: name: expected text, got 12; put it in quotes"),
     ("name: a b\n", "x.yaml:1: name: 'a b' must consist of letters, digits, '.', '_' and '-' and not begin with a dot"),
+    ("name: " + "n" * 101, "x.yaml:1: name: 101 characters are too many for a folder's name; use at most 100"),
     ("training: {betas: [0.5]}\n", "x.yaml:1: training.betas: expected two numbers from 0 to below 1, got a list of 1"),
     (
         "observe:\n  sinks:\n  - jsonl\n  - tensorbord\n",
@@ -516,6 +517,12 @@ def test_the_cache_folder_is_the_users() -> None:
     assert default_cache_dir({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == "/h/.cache/frameworm"
     assert load_config_from_mapping({}, environ={"HOME": "/h"}).data.cache_dir == "/h/.cache/frameworm"
     assert load_config_from_mapping({"data": {"cache_dir": "x"}}, environ={"HOME": "/h"}).data.cache_dir == "x"
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "\u2028", "3e-4", "off", " a ", "a\nb\n", "", "a: b", "#", "'\"", "1:30"])
+def test_odd_texts_are_dumped_so_that_they_read_back(tmp_path: Path, text: str) -> None:
+    config = load_config_from_mapping({"workload": "a:b", "model": {"x": [text], "y": {text: 1}}}, environ={})
+    assert load_text(tmp_path, dump_config(config)) == config
 
 
 def test_what_is_no_plain_value_cannot_be_dumped() -> None:

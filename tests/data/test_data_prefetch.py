@@ -201,6 +201,14 @@ def test_memory_is_not_reused_while_the_caller_still_reads(pinned: bool) -> None
 
 @pytest.mark.gpu
 @needs_gpu
+def test_the_caller_reads_only_what_has_arrived() -> None:
+    # Large enough that the copy is still under way when the caller's first kernel could start.
+    source = torch.ones(1 << 26).pin_memory()
+    assert [float(batch[-1024:].sum()) for batch in CudaDataLoader([source, source], "cuda")] == [1024, 1024]
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_copies_leave_the_callers_stream_and_pinned_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[bool, bool]] = []
     original = torch.Tensor.to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_ranks_share_every_step_of_the_one_order(
     seen: list[int] = []
     for step in range(alone.steps_per_epoch):
         whole = counted(alone, step)
-        assert sum((counted(sampler, step) for sampler in split), []) == whole
+        assert [sample for sampler in split for sample in counted(sampler, step)] == whole
         assert {sampler.shape(step).global_samples for sampler in split} == {len(whole)}
         assert all(count <= micro for sampler in split for count in sampler.shape(step).samples)
         if fill_empty:
@@ -71,10 +72,10 @@ def test_iteration_agrees_with_the_plan_from_any_step(
         start = data.draw(st.integers(0, sampler.steps_per_epoch))
         planned = [[indices.tolist() for indices in sampler.indices(step)] for step in range(sampler.steps_per_epoch)]
         whole = list(sampler)
-        assert whole == sum(planned, [])
+        assert whole == [*chain(*planned)]
         assert len(sampler) == len(whole)
         sampler.seek(start)
-        assert list(sampler) == sum(planned[start:], [])
+        assert list(sampler) == [*chain(*planned[start:])]
         assert list(sampler) == whole
 
 
@@ -93,7 +94,7 @@ def test_shares_are_contiguous_and_even(samples: int, world: int) -> None:
     shares = [share_of(samples, rank, world) for rank in range(world)]
     assert shares[0][0] == 0
     assert shares[-1][1] == samples
-    assert all(left[1] == right[0] for left, right in zip(shares, shares[1:]))
+    assert all(left[1] == right[0] for left, right in pairwise(shares))
     lengths = [end - begin for begin, end in shares]
     assert max(lengths) - min(lengths) <= 1
 

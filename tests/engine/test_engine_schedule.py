@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_climbs_and_falls_to_nothing(kind: str) -> None:
     rates = _rates(kind, 100, 0.1)
     assert rates[:10] == pytest.approx([0.05 * (index + 1) for index in range(10)])
     assert max(rates) == pytest.approx(0.5)
-    assert all(first >= second for first, second in zip(rates[10:], rates[11:]))
+    assert all(first >= second for first, second in itertools.pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.01
 
 

@@ -110,16 +110,16 @@ def step_lists(draw: st.DrawFn) -> list[StepRecord]:
 def test_figures_agree_with_their_definition(steps: list[StepRecord], warmup: int, world_size: int) -> None:
     summary = summarise_steps(steps, warmup, world_size)
     measured = steps[min(warmup, len(steps) // 2) :]
-    total_s = sum(step.step_s for step in measured)
+    training_s = sum(step.step_s - step.phases.get("validation", 0.0) for step in measured)
     exact = statistics([step.step_s for step in measured])
     assert summary.throughput.step_s == exact
     assert exact is not None
     assert summary.throughput.samples_per_s == pytest.approx(
-        world_size * sum(step.samples for step in measured) / total_s
+        world_size * sum(step.samples for step in measured) / training_s
     )
     with_tokens = [step for step in measured if step.tokens is not None]
     if with_tokens:
-        seconds = sum(step.step_s for step in with_tokens)
+        seconds = sum(step.step_s - step.phases.get("validation", 0.0) for step in with_tokens)
         tokens = sum(step.tokens or 0 for step in with_tokens)
         assert summary.throughput.tokens_per_s == pytest.approx(world_size * tokens / seconds)
     else:

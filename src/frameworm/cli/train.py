@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -177,10 +178,8 @@ def runs(
     rows: list[dict[str, object]] = []
     for folder in find_runs(root):
         record: RunRecord | None = None
-        try:
+        with contextlib.suppress(RunFolderError):
             record = folder.read_summary()
-        except RunFolderError:
-            pass
         rows.append(
             {
                 "run": str(folder.path),

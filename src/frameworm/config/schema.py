@@ -239,6 +239,9 @@ class ObserveConfig(Section):
     progress: bool | Auto = Field(default="auto", description="Progress line; auto draws it on terminals only.")
 
 
+LONGEST_NAME = 100
+
+
 class Config(Section):
     """A whole run."""
 
@@ -271,7 +274,11 @@ class Config(Section):
     @classmethod
     def _name_is_a_file_name(cls, value: str) -> str:
         if not value or value.startswith(".") or any(not (c.isalnum() or c in "._-") for c in value):
-            raise ValueError(f"{value!r} must consist of letters, digits, '.', '_' and '-' and not begin with a dot")
+            raise ValueError(
+                f"{show(value)} must consist of letters, digits, '.', '_' and '-' and not begin with a dot"
+            )
+        if len(value) > LONGEST_NAME:
+            raise ValueError(f"{len(value)} characters are too many for a folder's name; use at most {LONGEST_NAME}")
         return value
 
     @field_validator("workload")

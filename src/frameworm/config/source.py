@@ -45,6 +45,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> ScalarNode:
+    # Other styles fold these line breaks that are none to us.
+    style = '"' if any(character in "\x85\u2028\u2029\ufeff" for character in text) else None
+    return dumper.represent_scalar(f"{CORE}str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(f"{CORE}bool", BOOLEAN, list("tTfFoOyYnN"))
     _kind.add_implicit_resolver(f"{CORE}null", NULL, ["~", "n", "N", ""])

@@ -179,6 +179,36 @@ def token_lengths(dataset: Any) -> npt.NDArray[Any] | None:
     return None if lengths is None else np.asarray(lengths)
 
 
+class TokenCounts:
+    """Tokens of each step, looked up rather than gathered: this runs once per training step."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._lengths = token_lengths(dataset)
+        self._padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base_of(dataset), "padded_length", None)
+        self._order: npt.NDArray[Any] | None = None
+        self._in_order: npt.NDArray[Any] = np.empty(0, dtype=np.int64)
+        self._before: npt.NDArray[Any] = np.empty(0, dtype=np.int64)
+
+    def of(self, sampler: StepSampler, step: int) -> tuple[int | None, int | None]:
+        """Real and padded tokens of this rank's part of a step; None where the data set does not say."""
+        order = sampler.order()
+        if self._lengths is None or order.dtype == object:
+            return None, None
+        if order is not self._order:
+            self._order = order
+            self._in_order = self._lengths[order]
+            self._before = np.concatenate(([0], np.cumsum(self._in_order, dtype=np.int64)))
+        tokens = padded = 0
+        begin = step * sampler.global_batch
+        for piece in sampler.pieces(step):
+            start, stop = begin + piece.start, begin + piece.stop
+            if piece.samples:
+                tokens += self._before.item(stop) - self._before.item(start)
+            if self._padded_length is not None:
+                padded += (stop - start) * int(self._padded_length(self._in_order[start:stop]))
+        return tokens, None if self._padded_length is None else padded
+
+
 def whole_groups(batches: Iterator[Any], size: int) -> Iterator[Any]:
     """The batches without an incomplete last group."""
     while len(group := list(islice(batches, size))) == size:

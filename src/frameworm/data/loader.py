@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal
 
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -15,12 +14,12 @@ from frameworm.data.assembly import (
     Auto,
     LoaderSettings,
     Placement,
+    TokenCounts,
     batches_per_step,
     build_loader,
     check_sized,
     make_sampler,
     make_stream,
-    token_lengths,
     whole_groups,
 )
 from frameworm.data.sampling import StepSampler, StepShape
@@ -29,7 +28,6 @@ from frameworm.data.streams import is_stream
 from frameworm.data.workers import (
     SharedEpoch,
     automatic_workers,
-    base_of,
     measure_workers,
     usable_workers,
     worker_candidates,
@@ -64,8 +62,7 @@ class OptimizedDataLoader:
         self._shared_epoch = SharedEpoch()
         self._start = 0
         self._generator = torch.Generator()
-        self._lengths: npt.NDArray[Any] | None = None
-        self._lengths_known = False
+        self._tokens: TokenCounts | None = None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
         if self._is_stream and self.settings.sampler is not None:
@@ -220,22 +217,10 @@ class OptimizedDataLoader:
         sampler = self._sampler
         if sampler is None:
             raise DataError("an iterable data set does not tell the shape of its steps beforehand")
-        shape = sampler.shape(step)
-        if not self._lengths_known:
-            self._lengths, self._lengths_known = token_lengths(self.dataset), True
-        if self._lengths is None:
-            return shape
-        padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base_of(self.dataset), "padded_length", None)
-        tokens = padded_tokens = 0
-        for indices, samples in zip(sampler.indices(step), shape.samples):
-            lengths = self._lengths[indices]
-            if samples:
-                tokens += int(lengths.sum())
-            if padded_length is not None:
-                padded_tokens += len(indices) * int(padded_length(lengths))
-        return StepShape(
-            shape.samples, shape.global_samples, tokens, padded_tokens if padded_length is not None else None
-        )
+        if self._tokens is None:
+            self._tokens = TokenCounts(self.dataset)
+        samples, global_samples, *_ = sampler.shape(step)
+        return StepShape(samples, global_samples, *self._tokens.of(sampler, step))
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""

@@ -95,7 +95,7 @@ class CudaDataLoader:
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device)
         stream = self._stream
         upcoming = _Transfer(batches, self.device, stream)
         while True:
@@ -122,7 +122,7 @@ class _Transfer:
         self._batch: Any = None
         self._late = False
         self.ended = False
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()
         try:
             # Not on the side stream: a loader that computes on the device does so in order with the caller.
             batch = next(batches)

@@ -42,8 +42,8 @@ class StepShape(NamedTuple):
         return sum(self.samples)
 
 
-class _Piece(NamedTuple):
-    """One micro-batch, as positions within its step."""
+class Piece(NamedTuple):
+    """One micro-batch, as positions within its step; a filler has one position and no samples."""
 
     start: int
     stop: int
@@ -120,7 +120,7 @@ class StepSampler(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0
         self._order: Order | None = None
-        self._plans: dict[int, list[_Piece]] = {}
+        self._plans: dict[int, list[Piece]] = {}
         self._check_size(size)
 
     @property
@@ -157,12 +157,15 @@ class StepSampler(Sampler[list[int]]):
         samples = self._samples_in(step)
         return StepShape([piece.samples for piece in self._plan(samples)], samples)
 
+    def pieces(self, step: int) -> list[Piece]:
+        """Where in a step this rank's micro-batches lie; the step itself begins at step x global_batch."""
+        return self._plan(self._samples_in(step))
+
     def indices(self, step: int) -> list[Order]:
         """The samples of each of this rank's micro-batches of a step, in this epoch; a filler's included."""
-        samples = self._samples_in(step)
         begin = step * self.global_batch
         order = self.order()
-        return [order[begin + piece.start : begin + piece.stop] for piece in self._plan(samples)]
+        return [order[begin + piece.start : begin + piece.stop] for piece in self.pieces(step)]
 
     def order(self) -> Order:
         """All samples of the epoch in the order in which steps take them."""
@@ -203,7 +206,7 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigError(f"step: {step} is not within the epoch's {self.steps_per_epoch} steps")
         return samples
 
-    def _plan(self, samples: int) -> list[_Piece]:
+    def _plan(self, samples: int) -> list[Piece]:
         """This rank's micro-batches for a step of so many samples; there are two such numbers in an epoch."""
         plan = self._plans.get(samples)
         if plan is None:
@@ -212,7 +215,7 @@ class StepSampler(Sampler[list[int]]):
             pieces = -(-(-(-samples // self.world_size) if self.fill_empty else end - begin) // self.micro_batch)
             plan = []
             for size in cut(end - begin, self.micro_batch, pieces):
-                plan.append(_Piece(begin, begin + size, size) if size else _Piece(0, 1, 0))
+                plan.append(Piece(begin, begin + size, size) if size else Piece(0, 1, 0))
                 begin += size
             self._plans[samples] = plan
         return plan

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 
 def mix(*entropy: int) -> int:
@@ -27,13 +28,13 @@ class RandomState:
     """Random state of its own, put in place of the process's while a `with` block runs, and kept in between."""
 
     def __init__(self, *entropy: int) -> None:
-        outside = _read()
+        self._outside = _read()
         try:
+            mtrand.set_bit_generator(np.random.MT19937(0))
             seed_process(*entropy)
             self._state = _read()
         finally:
-            _write(outside)
-        self._outside = outside
+            _write(self._outside)
 
     def __enter__(self) -> None:
         self._outside = _read()
@@ -51,15 +52,16 @@ def seeded(*entropy: int) -> Iterator[None]:
         yield
 
 
-_State = tuple[object, dict[str, object], torch.Tensor]
+_State = tuple[tuple[object, ...], np.random.BitGenerator, torch.Tensor]
 
 
 def _read() -> _State:
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    # NumPy's generator is exchanged as a whole: copying its state takes longer than reading a batch may.
+    return random.getstate(), mtrand.get_bit_generator(), torch.get_rng_state()
 
 
 def _write(state: _State) -> None:
     python, numpy, torch_cpu = state
-    random.setstate(python)  # type: ignore[arg-type]
-    np.random.set_state(numpy)
+    random.setstate(python)
+    mtrand.set_bit_generator(numpy)
     torch.set_rng_state(torch_cpu)

@@ -91,7 +91,7 @@ class SharedEpoch:
     """The epoch, where workers that outlive it can read it."""
 
     def __init__(self) -> None:
-        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._value = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def value(self) -> int:

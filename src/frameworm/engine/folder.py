@@ -136,7 +136,7 @@ def open_output(
 
     Args:
         run_dir: A folder, `auto` for runs/<name>-<time>, or None for no folder at all.
-        resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or a folder.
+        resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or one.
 
     Raises:
         RunFolderError: The folder is taken, missing or cannot be written.

@@ -57,7 +57,6 @@ class TrainingLoop:
         self._save = save
         self._validate = validate
         self._sum_over_ranks = sum_over_ranks
-        self._validation: Evaluation | None = None
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -115,7 +114,9 @@ class TrainingLoop:
 
     def _run_validation(self) -> None:
         if self._validate is not None:
-            self._validation = self._validate()
+            result = self._validate()
+            self.progress.validated = True
+            self.progress.val_loss, self.progress.val_accuracy = result.loss, result.accuracy
             self._step.wrapped.train()
 
     def _deliver(self, finished: list[Timed]) -> None:
@@ -151,16 +152,15 @@ class TrainingLoop:
 
     def _end_epoch(self) -> None:
         progress = self.progress
-        if self._validation is None:  # a loader without a length, or a run resumed at the end of an epoch
+        if not progress.validated:  # nobody knew that the last step was the last
             self._run_validation()
-        validation, self._validation = self._validation, None
         loss_sum, count_sum = self._sum_over_ranks([progress.loss_sum, progress.count_sum])
         record = EpochRecord(
             epoch=progress.epoch + 1,
             epoch_time_s=progress.epoch_s,
             train_loss=loss_sum / count_sum if count_sum else None,
-            val_loss=validation.loss if validation else None,
-            val_accuracy=validation.accuracy if validation else None,
+            val_loss=progress.val_loss,
+            val_accuracy=progress.val_accuracy,
             samples_per_s=progress.epoch_samples / progress.epoch_s if progress.epoch_s else None,
         )
         progress.end_epoch(record)

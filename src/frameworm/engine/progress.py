@@ -21,6 +21,10 @@ class Progress:
     epoch_samples: int = 0  # over all ranks
     loss_sum: float = 0.0  # on this rank, loss x count
     count_sum: float = 0.0
+    # Set when the running epoch has been validated: a run that stops right then must not do it again.
+    validated: bool = False
+    val_loss: float | None = None
+    val_accuracy: float | None = None
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
@@ -42,6 +46,8 @@ class Progress:
         self.step_in_epoch = 0
         self.epoch_s = self.loss_sum = self.count_sum = 0.0
         self.epoch_samples = 0
+        self.validated = False
+        self.val_loss = self.val_accuracy = None
 
     def should_stop_early(self, rule: EarlyStopConfig | None, record: EpochRecord) -> bool:
         """Note the epoch's metric, and say whether it has stalled for too long. A missing or NaN metric is no gain."""

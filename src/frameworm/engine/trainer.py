@@ -22,11 +22,12 @@ from frameworm.engine.randomness import seed_everything
 from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import Job, TrainingSession
 from frameworm.engine.settings import api_defaults, apply_settings
-from frameworm.errors import DataError, DeviceError, StateError
+from frameworm.errors import DataError, StateError
 from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import ProcessInfo, detect
 from frameworm.launch.process_group import all_reduce_sums, cleanup, setup_ddp
 from frameworm.parallel.choose import choose_strategy
+from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import Batch, RunRecord
 
@@ -88,11 +89,7 @@ class Trainer:
     def enable_data_parallel(self, device_ids: list[int] | None = None) -> Trainer:
         """One process, many GPUs (DDP is faster; this is for scripts that cannot start several processes)."""
         self._before_training("enable_data_parallel")
-        available = torch.cuda.device_count()
-        missing = [index for index in device_ids or [] if not 0 <= index < available]
-        if not available or missing:
-            asked = f"device_ids={device_ids}" if device_ids else "data parallel"
-            raise DeviceError(f"{asked}: torch sees {available} GPUs here" + (", and needs one" if not missing else ""))
+        DataParallelStrategy(torch.device(self._device_kind()), device_ids)  # raises if a GPU is not there
         self._config.gpu.device_ids = device_ids
         self._config.parallel.strategy = "dp"
         return self

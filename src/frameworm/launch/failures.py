@@ -34,6 +34,7 @@ _NOTICED_LATE_S = 1.0
 
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
 _PR_SET_PDEATHSIG = 1
+_STOPPED = (TrainingInterruptedError.exit_code, TrainingPreemptedError.exit_code)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class WorkerFailure:
     observed: float  # time at which the launcher saw it
     stopped_by_launcher: bool = False  # it was still running when the launcher stopped the others
     message: str | None = None  # what the worker wrote down itself
+    trace: str | None = None  # its traceback, where the worker did not print that itself
     time: float | None = None
     consequence: bool = False  # of the kind that another rank's failure causes
 
@@ -53,16 +55,17 @@ class WorkerFailure:
 class FirstCause:
     """The failure that the others followed from."""
 
-    text: str
+    text: str | None  # None: nothing to add, the ranks stopped as they were told to
     exit_code: int
+    trace: str | None = None
 
 
 @contextmanager
 def worker_errors() -> Iterator[None]:
     """Wrap a worker's main: what it ends with reaches the launcher.
 
-    Under frameworm's launcher, an error of frameworm's own or Ctrl-C ends the process quietly with its exit code, for
-    the launcher prints it once for all ranks. Everything else goes on to the caller.
+    Under frameworm's launcher, an error of frameworm's own, Ctrl-C or the loss of another rank ends the process quietly
+    with its exit code, for the launcher prints the first cause once for all ranks. All else goes on to the caller.
     """
     handler = _WorkerErrorHandler()
     if handler.error_file is None:
@@ -78,7 +81,7 @@ def worker_errors() -> Iterator[None]:
         exit_code = _exit_code(error)
         handler.record_exception(error)
         _leave_for_certain(exit_code)
-        if quiet and isinstance(error, (FramewormError, KeyboardInterrupt)):
+        if quiet and (isinstance(error, (FramewormError, KeyboardInterrupt)) or is_consequence(error)):
             raise SystemExit(exit_code) from None
         raise
 
@@ -97,14 +100,16 @@ class _WorkerErrorHandler(ErrorHandler):
             return
         now = time.time()
         ours = isinstance(e, FramewormError)
+        callstack = _describe(e) if ours else "".join(traceback.format_exception(e))
         data = {
             "message": {
                 "message": _describe(e),
                 "extraInfo": {
-                    "py_callstack": _describe(e) if ours else "".join(traceback.format_exception(e)),
+                    "py_callstack": callstack,
                     "timestamp": str(int(now)),
                     "time": now,
                     "consequence": is_consequence(e),
+                    "trace": callstack if is_consequence(e) and not ours else None,
                 },
             }
         }
@@ -143,6 +148,7 @@ def worker_failure(
         observed=observed,
         stopped_by_launcher=stopped_by_launcher,
         message=text,
+        trace=extra.get("trace"),
         time=None if written is None else float(written),
         consequence=bool(extra.get("consequence", False)),
     )
@@ -153,13 +159,15 @@ def first_cause(failures: Iterable[WorkerFailure]) -> FirstCause:
     first = min(failures, key=_precedence)
     if first.message is not None:
         text = first.message
+    elif first.exit_code in _STOPPED:
+        return FirstCause(None, first.exit_code)
     elif first.exit_code < 0:
         text = f"killed by {_signal_name(-first.exit_code)}"
         if -first.exit_code == signal.SIGKILL:
             text += "; the usual reason is that the machine ran out of memory"
     else:
         text = f"ended with exit code {first.exit_code}"
-    return FirstCause(f"rank {first.rank}: {text}", first.exit_code if first.exit_code > 0 else 1)
+    return FirstCause(f"rank {first.rank}: {text}", first.exit_code if first.exit_code > 0 else 1, first.trace)
 
 
 def _precedence(failure: WorkerFailure) -> tuple[bool, bool, float, int]:

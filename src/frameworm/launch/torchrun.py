@@ -8,18 +8,19 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.environment import added_to_environment, worker_environment
@@ -30,6 +31,7 @@ from frameworm.launch.stores import first_line
 
 _STOP_CODES = {signal.SIGINT: 130}  # every other signal that ends us is a preemption
 _PREEMPTED = 75
+_STOPPED = {130, _PREEMPTED}
 _SPREAD_INTERVAL_S = 1.0
 _LINGER_S = 5.0
 
@@ -67,6 +69,7 @@ def launch_workers(
         added_to_environment(worker_environment(plan.nproc_per_node, cpus)),
     ):
         try:
+            rendezvous = make_rendezvous(plan, join_timeout_s)
             agent = _NodeAgent(
                 WorkerSpec(
                     role="worker",
@@ -74,7 +77,7 @@ def launch_workers(
                     entrypoint=command[0],
                     # The agent fills in templates; a dollar of the user's stays one only when doubled.
                     args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-                    rdzv_handler=make_rendezvous(plan, join_timeout_s),
+                    rdzv_handler=rendezvous,
                     max_restarts=max_restarts,
                     monitor_interval=0.1,
                 ),
@@ -83,14 +86,18 @@ def launch_workers(
                 failure_grace_s=failure_grace_s,
             )
             result = agent.run()
+            # Not after a signal: nodes of an elastic job that stay must still be able to meet again.
+            rendezvous.shutdown()
         except SignalException as stop:
             _report(_what_workers_said(Path(folder)))
             return _STOP_CODES.get(stop.sigval, _PREEMPTED)
-        except DistError as error:
+        except (DistError, RendezvousError) as error:
             raise EnvironmentSetupError(f"the launchers of the nodes lost each other: {first_line(error)}") from error
     if not result.is_failed():
         return 0
     cause = agent.cause_elsewhere or first_cause(agent.worker_failures(result))
+    if cause.trace is not None:
+        _report(cause.trace.rstrip())
     _report(cause.text)
     return cause.exit_code
 
@@ -121,18 +128,25 @@ class _NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._stopped.clear()
-        assert self._pcontext is not None
-        close: Callable[..., None] = self._pcontext.close
+        context: Any = self._pcontext
+        close: Callable[..., None] = context.close
+
+        def exit_codes() -> dict[int, int | None]:
+            return {local_rank: handler.proc.poll() for local_rank, handler in context.subprocess_handlers.items()}
 
         def close_in_time(death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
             # Without a signal named, the agent closes because a worker has failed, and would give the rest 30 s.
             if death_sig is None:
                 self._observed = time.time()
-                self._stopped |= {local_rank for local_rank, pid in pids.items() if _is_running(pid)}
                 timeout = self._failure_grace_s
+                deadline = time.monotonic() + self._stop_grace_s
+                # Ranks that agreed to stop do not end in the same instant; the one that writes is the last.
+                while _stopping(exit_codes().values()) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                self._stopped |= {local_rank for local_rank, code in exit_codes().items() if code is None}
             close(death_sig, timeout)
 
-        self._pcontext.close = close_in_time  # type: ignore[method-assign]
+        context.close = close_in_time
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
@@ -162,7 +176,7 @@ class _NodeAgent(LocalElasticAgent):
         """Post the cause, and keep the store open until the others have read it."""
         store: Any = worker_group.store
         node_rank: Any = worker_group.group_rank
-        if cause.exit_code in (130, _PREEMPTED):
+        if cause.exit_code in _STOPPED:
             return  # the ranks agreed to stop; each node's workers end by themselves
         try:
             store.compare_set("failed", "", json.dumps([cause.text, cause.exit_code]))
@@ -194,7 +208,9 @@ def _signals_raise() -> Iterator[None]:
     def handler(number: int, frame: FrameType | None) -> None:
         raise SignalException(f"received signal {number}", signal.Signals(number))
 
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+    caught = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT]
+    if threading.current_thread() is not threading.main_thread():
+        caught = []
     before = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
@@ -229,11 +245,10 @@ def _what_workers_said(folder: Path) -> str | None:
     return min(said)[2] if said else None
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _stopping(exit_codes: Iterable[int | None]) -> bool:
+    """Whether some workers have ended as told to, none otherwise, and some are still at it."""
+    codes = set(exit_codes)
+    return None in codes and bool(codes & _STOPPED) and codes <= {None, 0, *_STOPPED}
 
 
 def _report(text: str | None) -> None:

@@ -103,8 +103,7 @@ class DataParallelStrategy(Strategy):
         if device.type != "cuda" or not self._device_ids or missing:
             wanted = ", ".join(map(str, missing or self._device_ids)) or "any"
             raise DeviceError(
-                f"data parallel asks for GPU {wanted}, but this machine has {available or 'no'} "
-                f"GPU{'' if available == 1 else 's'} that torch can use; choose device_ids below {available} or strategy ddp"
+                f"data parallel asks for GPU {wanted}, but torch sees {available} here, numbered from 0"
                 if available
                 else "data parallel needs GPUs, and torch sees none here; use strategy single, or ddp for several "
                 "CPU processes"

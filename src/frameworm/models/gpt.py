@@ -1,0 +1,111 @@
+"""A decoder of GPT-2's shape, which predicts the next token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frameworm.errors import ModelError
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, pre-norm decoder layers, and a head that shares the token embedding's weights.
+
+    With the default sizes and GPT-2's vocabulary of 50,257 it has 124,439,808 parameters. The layers are in `layers`,
+    for whoever wraps them one by one (checkpointing, sharding).
+
+    Args:
+        vocab_size: Rows of the token embedding.
+        d_model: Width of the token vectors.
+        n_heads: Attention heads per layer; divides `d_model`.
+        num_layers: Number of decoder layers.
+        max_seq_len: Longest context in tokens.
+        dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int = 768,
+        n_heads: int = 12,
+        num_layers: int = 12,
+        max_seq_len: int = 1024,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.position_embedding = nn.Embedding(max_seq_len, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(DecoderLayer(d_model, n_heads, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(d_model)
+        self.apply(_initialise)
+        # Each layer adds to the residual stream twice; scaled so, its variance does not grow with depth.
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            for projection in (layer.attention_output, layer.contract):
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * num_layers))
+
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predicts the token after each one.
+
+        Args:
+            input_ids: Tokens, [batch, length].
+            targets: The tokens that really follow, [batch, length]; -100 is left out of the loss.
+
+        Returns:
+            The mean cross-entropy over the targets if there are any, else logits, [batch, length, vocabulary].
+        """
+        length = input_ids.size(1)
+        if length > self.max_seq_len:
+            raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
+        positions = torch.arange(length, device=input_ids.device)
+        hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = F.linear(self.norm(hidden), self.token_embedding.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class DecoderLayer(nn.Module):
+    """Causal attention, then feed-forward, each on the normalised input and added to it."""
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
+        super().__init__()
+        assert d_model % n_heads == 0
+        self.n_heads = n_heads
+        self.norm_attention = nn.LayerNorm(d_model)
+        self.query_key_value = nn.Linear(d_model, 3 * d_model)
+        self.attention_output = nn.Linear(d_model, d_model)
+        self.norm_feedforward = nn.LayerNorm(d_model)
+        self.expand = nn.Linear(d_model, 4 * d_model)
+        self.contract = nn.Linear(4 * d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[batch, length, width] to the same."""
+        hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden)))
+        expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
+        result: Tensor = hidden + self.dropout(self.contract(expanded))
+        return result
+
+    def _attention(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        heads = self.query_key_value(hidden).view(batch, length, 3, self.n_heads, width // self.n_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return result
+
+
+def _initialise(module: nn.Module) -> None:
+    """GPT-2's: normal weights, zero biases."""
+    if isinstance(module, nn.Embedding | nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)

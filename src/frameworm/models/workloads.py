@@ -1,0 +1,235 @@
+"""From a config to a model and its data: the built-in workloads, or a function of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
+from frameworm.data.text import Progress, load_language_modelling, load_text_classification
+from frameworm.errors import CheckpointError, ConfigError
+from frameworm.models.gpt import GPT
+from frameworm.models.text_classifier import TextClassifier
+
+SectionType = TypeVar("SectionType", TextClassifierModelConfig, GPTModelConfig)
+
+_EXPECTED = (
+    "a Workload(model, train_data, val_data, loss_fn, collate_fn) or a tuple (model, train_data, val_data[, loss_fn])"
+)
+
+
+@dataclass
+class Workload:
+    """A model and the data it learns from.
+
+    Attributes:
+        model: A torch module.
+        train_data: A map-style data set, an iterable one, or a ready loader.
+        val_data: The same for validation; None: no validation.
+        loss_fn: As for `Trainer`; None where the model gives its loss or targets are integers.
+        collate_fn: Makes a batch of samples; None: torch's own.
+    """
+
+    model: nn.Module
+    train_data: Any
+    val_data: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+def build_workload(config: Config, progress: Progress | None = None) -> Workload:
+    """Builds the model and opens the data that a config asks for.
+
+    Weights depend on `config.seed` alone, not on what the preparation of the data drew before.
+
+    Args:
+        config: A whole run; `workload` decides what is built.
+        progress: Called with (done, total) while texts are tokenised.
+
+    Raises:
+        ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
+        CheckpointError: `model.init_from` holds weights of another model.
+    """
+    if ":" in config.workload:
+        workload = _own_workload(config)
+    elif config.workload == "text_classifier":
+        workload = _text_classifier(config, progress)
+    elif config.workload == "gpt":
+        workload = _gpt(config, progress)
+    else:
+        nearest = difflib.get_close_matches(config.workload, ("text_classifier", "gpt"), n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"workload: {config.workload!r} is not text_classifier, gpt or package.module:function{hint}")
+    if config.model.init_from is not None:
+        load_weights(workload.model, config.model.init_from)
+    return workload
+
+
+def _text_classifier(config: Config, progress: Progress | None) -> Workload:
+    settings = _settings(config, TextClassifierModelConfig)
+    data = load_text_classification(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
+    vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
+    num_classes = _at_least("num_classes", settings.num_classes, data.num_classes, "classes of the data set")
+    model = _seeded(
+        config.seed,
+        lambda: TextClassifier(
+            vocab_size=vocab_size,
+            num_classes=num_classes,
+            d_model=settings.d_model,
+            n_heads=settings.n_heads,
+            num_layers=settings.num_layers,
+            dim_feedforward=settings.dim_feedforward,
+            max_seq_len=settings.max_seq_len,
+            dropout=settings.dropout,
+            pad_id=data.pad_id,
+        ),
+    )
+    return Workload(model, data.train, data.val)
+
+
+def _gpt(config: Config, progress: Progress | None) -> Workload:
+    settings = _settings(config, GPTModelConfig)
+    data = load_language_modelling(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
+    vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
+    model = _seeded(
+        config.seed,
+        lambda: GPT(
+            vocab_size=vocab_size,
+            d_model=settings.d_model,
+            n_heads=settings.n_heads,
+            num_layers=settings.num_layers,
+            max_seq_len=settings.max_seq_len,
+            dropout=settings.dropout,
+        ),
+    )
+    return Workload(model, data.train, data.val)
+
+
+def _settings(config: Config, section: type[SectionType]) -> SectionType:
+    """The model's settings; in Python a config can be given those of another workload."""
+    if not isinstance(config.model, section):
+        raise ConfigError(
+            f"model: {type(config.model).__name__} does not belong to workload {config.workload}; give a "
+            f"{section.__name__}"
+        )
+    return config.model
+
+
+def _own_workload(config: Config) -> Workload:
+    """Calls `package.module:function`; what the function raises is the user's to see, unchanged."""
+    function = _find_function(config.workload)
+    result = _seeded(config.seed, lambda: function(config))
+    if isinstance(result, tuple) and len(result) in (3, 4):
+        result = Workload(*result)
+    if not isinstance(result, Workload):
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise ConfigError(f"workload: {config.workload} returned {what}; expected {_EXPECTED}")
+    model: Any = result.model
+    if not isinstance(model, nn.Module):
+        what = type(model).__name__
+        raise ConfigError(f"workload: {config.workload} returned a {what} as the model; expected {_EXPECTED}")
+    if not (hasattr(result.train_data, "__getitem__") or hasattr(result.train_data, "__iter__")):
+        what = type(result.train_data).__name__
+        raise ConfigError(
+            f"workload: {config.workload} returned a {what} as train_data, which is neither a data set nor a loader; "
+            f"expected {_EXPECTED}"
+        )
+    return result
+
+
+def _find_function(workload: str) -> Callable[[Config], Any]:
+    module_name, _, name = workload.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"workload: {workload!r} is not of the form package.module:function")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, something it imports is not
+        raise ConfigError(
+            f"workload: there is no module {error.name} for {workload}; it is looked for in {folder} and among the "
+            "installed packages"
+        ) from None
+    if not hasattr(module, name):
+        known = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"workload: {module_name} ({module.__file__}) has no function {name}{hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(
+            f"workload: {workload} is a {type(function).__name__}, not a function that takes the config and returns "
+            f"{_EXPECTED}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _seeded(seed: int, build: Callable[[], Any]) -> Any:
+    """Builds under the seed and leaves the random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build()
+
+
+def _at_least(key: str, wanted: int | str, needed: int, what: str) -> int:
+    """A size the user may set, but not below what the data needs."""
+    if wanted == "auto":
+        return needed
+    size = int(wanted)
+    if size < needed:
+        raise ConfigError(f"model.{key}: {size} is less than the {needed} {what}; use auto or at least {needed}")
+    return size
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Loads a safetensors file into a model; names and shapes must agree.
+
+    Args:
+        model: Gets the weights. Of weights it shares between modules one name in the file is enough.
+        path: `model.init_from`.
+
+    Raises:
+        ConfigError: There is no such file.
+        CheckpointError: It is no safetensors file, or of another model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"model.init_from: {path} does not exist; name a safetensors file")
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"model.init_from: {path} is not a safetensors file ({error})") from error
+    own = model.state_dict()
+    unexpected = next((name for name in weights if name not in own), None)
+    if unexpected is not None:
+        raise CheckpointError(f"model.init_from: {path} holds {unexpected}, which this model does not have")
+    present = {_storage(own[name]) for name in weights}
+    missing = next((name for name in own if name not in weights and _storage(own[name]) not in present), None)
+    if missing is not None:
+        raise CheckpointError(f"model.init_from: {path} lacks {missing}, which this model has")
+    for name, weight in weights.items():
+        if weight.shape != own[name].shape:
+            raise CheckpointError(
+                f"model.init_from: {name} has the shape {list(weight.shape)} in {path} and {list(own[name].shape)} in "
+                "this model; check the sizes under model and the tokenizer"
+            )
+    model.load_state_dict(weights, strict=False)
+
+
+def _storage(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """The same for two names of one weight."""
+    return tensor.data_ptr(), tuple(tensor.shape)
