@@ -21,7 +21,7 @@ demo: $(STAMP)  ## train the built-in model on the built-in data and show what c
 	@$(BIN)/frameworm train --config configs/quickstart.yaml
 
 test: $(STAMP)  ## the whole test suite, in parallel
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests
 
 lint: $(STAMP)  ## ruff, mypy (strict) and the rules of the house
 	@$(BIN)/ruff check .

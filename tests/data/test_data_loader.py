@@ -186,7 +186,7 @@ def test_an_explicit_global_batch_stays() -> None:
     loader = create(Numbers(64), 4, num_workers=0, global_batch=20)
     loader.shard(0, 3)
     assert loader.global_batch == 20
-    assert loader.step_shape(0).samples == [4, 2]
+    assert loader.step_shape(0).samples == [4, 3]
     assert loader.steps_per_epoch == 4
     assert loader.step_shape(0).global_samples == 20
 

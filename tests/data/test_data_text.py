@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 
 from frameworm.config.schema import DataConfig
@@ -161,8 +162,8 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def test_generated_set_needs_no_files(data_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DataConfig(cache_dir=str(data_cache_dir))
+def test_generated_set_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(cache_dir=str(tmp_path))
     first = load_text_classification(config, max_seq_len=64, seed=0)
     assert (len(first.train), first.num_classes) == (6_000, 4)
     assert first.val is not None
@@ -187,10 +188,10 @@ def language(root: Path, max_seq_len: int = 4, **settings: Any) -> LanguageData:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     root = tmp_path / "texts"
     root.mkdir()
-    yield root
+    return root
 
 
 def stream(blocks: TokenBlocks) -> list[int]:
@@ -241,7 +242,12 @@ def test_too_little_text(folder: Path) -> None:
 def test_long_documents_are_cut_where_it_does_not_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "one two\n\n three\nfour  five\nsix\n \nseven\n" * 20
     (folder / "a.txt").write_text(lines)
-    whole = stream(language(folder, tokenizer="auto", max_seq_len=1).train)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's, which joins blanks and words
+    backend.train_from_iterator([lines], trainers.BpeTrainer(vocab_size=80, show_progress=False))
+    tokenizer = str(folder.parent / "bpe.json")
+    backend.save(tokenizer)
+    whole = stream(language(folder, tokenizer=tokenizer, max_seq_len=1).train)
     monkeypatch.setattr(text_module, "_CHARACTERS_PER_CHUNK", 16)
     monkeypatch.setattr(text_module, "_CHUNKS_PER_CALL", 3)
     pieces = list(text_module._chunks(lines))
@@ -251,7 +257,7 @@ def test_long_documents_are_cut_where_it_does_not_show(folder: Path, monkeypatch
     other = folder.parent / "other"
     other.mkdir()
     (other / "b.txt").write_text(lines)
-    assert stream(language(other, max_seq_len=1).train) == whole
+    assert stream(language(other, tokenizer=tokenizer, max_seq_len=1).train) == whole
 
 
 def test_labelled_texts_are_documents_too(config: DataConfig) -> None:
@@ -272,8 +278,6 @@ def test_real_imdb_slice_with_berts_vocabulary(tmp_path: Path, monkeypatch: pyte
     original = text_module.find_corpus
 
     def slice_of(*args: Any) -> Any:
-        import dataclasses
-
         corpus = original(*args)
 
         def first(split: Any) -> Any:

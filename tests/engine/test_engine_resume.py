@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,26 @@ from frameworm.records.events import Listener
 from frameworm.records.schema import StepRecord
 
 EPOCHS = 3
-STEPS = 21  # 50 samples in batches of 8: 7 steps an epoch
+STEPS = 21  # 52 samples in batches of 8: 7 steps an epoch
 
 
 class StopAfter(Listener):
     """Sends this process a signal after a step, as a scheduler or Ctrl-C would."""
 
-    def __init__(self, step: int | None, number: signal.Signals = signal.SIGINT) -> None:
+    def __init__(self, step: int | None, number: signal.Signals = signal.SIGINT, pause_s: float = 0.0) -> None:
         self._step = step
         self._number = number
+        self._pause_s = pause_s
 
     def on_step(self, step: StepRecord) -> None:
+        time.sleep(self._pause_s)
         if step.step == self._step:
             os.kill(os.getpid(), self._number)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self) -> None:
-        self.data = classification(50)
+        self.data = classification(52)
 
     def __iter__(self) -> Any:
         return iter(self.data)
@@ -53,10 +56,10 @@ def _model() -> nn.Module:
 
 def _loader(kind: str, batch_size: int) -> Any:
     if kind == "ours":
-        return OptimizedDataLoader.create(classification(50), batch_size, seed=2)
+        return OptimizedDataLoader.create(classification(52), batch_size, seed=2)
     if kind == "stream":
         return DataLoader(Stream(), batch_size)
-    return DataLoader(classification(50), batch_size, shuffle=True)
+    return DataLoader(classification(52), batch_size, shuffle=True)
 
 
 def _train(
@@ -71,6 +74,7 @@ def _train(
     batch_size: int = 8,
     model: nn.Module | None = None,
     every_steps: int | None = 4,
+    pause_s: float = 0.0,
 ) -> tuple[torch.Tensor, Any]:
     model = model or _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=precision == "fp16")
@@ -78,7 +82,7 @@ def _train(
         model,
         optimizer,
         scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS) if scheduler else None,
-        callbacks=[StopAfter(stop_after, number)],
+        callbacks=[StopAfter(stop_after, number, pause_s)],
         seed=11,
         run_dir=folder,
         mixed_precision=precision,
@@ -193,6 +197,8 @@ def _rank(rank: int, world_size: int, folder: str, stop_after: int | None, resum
             resume=resume,
             precision=precision,
             batch_size=4,
+            # A rank without the signal looks for the wish to stop once a second.
+            pause_s=0.12 if stop_after else 0.0,
         )
         return found, record.losses, None
     except TrainingInterruptedError as error:

@@ -92,7 +92,7 @@ def adopt_loader(
     adopted, note = loader, None
     if world_size > 1 and not isinstance(loader, OptimizedDataLoader):
         if isinstance(loader, DataLoader):
-            adopted, note = _split_torch_loader(loader, rank, world_size, seed)
+            adopted, note = _split_torch_loader(loader, rank, world_size, seed, may_pad=fill_empty)
         else:
             adopted, note = _split_batches(loader, rank, world_size)
     elif not isinstance(loader, Iterable):
@@ -112,7 +112,9 @@ def set_loader_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def _split_torch_loader(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> tuple[Any, str | None]:
+def _split_torch_loader(
+    loader: DataLoader[Any], rank: int, world_size: int, seed: int, may_pad: bool
+) -> tuple[Any, str | None]:
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             return _split_batches(loader, rank, world_size)
@@ -125,6 +127,11 @@ def _split_torch_loader(loader: DataLoader[Any], rank: int, world_size: int, see
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         if _is_distributed(sampler):
             _check_ranks(sampler, rank, world_size)
+            if not may_pad and type(sampler) is DistributedSampler and loader.batch_size is not None:
+                return _rebuilt(loader, loader.batch_size, False, seed), (
+                    "The validation loader's DistributedSampler repeats samples to make the ranks even; every sample is "
+                    "counted once instead."
+                )
             return loader, None
     if batch_sampler is None:
         raise DataError(

@@ -51,8 +51,11 @@ class Piece(NamedTuple):
 
 
 def share_of(samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The contiguous part of a step that a rank takes, as positions within the step."""
-    return samples * rank // world_size, samples * (rank + 1) // world_size
+    """The contiguous part of a step that a rank takes, as positions within the step.
+
+    Rounded up, so that rank 0, whose buffers (batch norm) the others take over, is never without samples.
+    """
+    return -(-samples * rank // world_size), -(-samples * (rank + 1) // world_size)
 
 
 def cut(share: int, micro_batch: int, pieces: int) -> list[int]:

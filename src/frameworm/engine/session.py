@@ -15,7 +15,7 @@ from torch import nn
 
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
-from frameworm.data.steps import StepSource
+from frameworm.data.steps import StepSource, close_loader
 from frameworm.engine.checkpoint import CheckpointStore, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
@@ -163,6 +163,9 @@ class TrainingSession:
             self._notes.append(f"failed in step {self._state.progress.step + 1}: {type(error).__name__}: {error}")
             self._finish("failed", whole=False)
             raise
+        finally:
+            close_loader(self._job.train.loader)
+            close_loader(self._job.validation)
         self._finish(status, whole=True)
         if status != "completed":
             raise self._stopped(status)

@@ -17,6 +17,7 @@ from frameworm.data.steps import StepBatch
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
 from frameworm.engine.update import Update
+from frameworm.errors import ModelError
 from frameworm.observe.phases import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
 
@@ -73,6 +74,13 @@ class TrainStep:
         try:
             with self._autocast:
                 computed = self._loss_function(self.wrapped, micro)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ModelError(
+                "a batch norm layer was given a single sample: the last step of an epoch is short, and this rank's "
+                "share of it is one sample; leave that step out (drop_last) or choose another batch size"
+            ) from None
         except RuntimeError as error:
             explained = self._strategy.explain(error)
             if explained is error:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from frameworm.data.text import Progress, load_language_modelling, load_text_cla
 from frameworm.errors import CheckpointError, ConfigError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
-
-SectionType = TypeVar("SectionType", TextClassifierModelConfig, GPTModelConfig)
 
 _EXPECTED = (
     "a Workload(model, train_data, val_data, loss_fn, collate_fn) or a tuple (model, train_data, val_data[, loss_fn])"
@@ -58,23 +56,19 @@ def build_workload(config: Config, progress: Progress | None = None) -> Workload
         ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
         CheckpointError: `model.init_from` holds weights of another model.
     """
-    if ":" in config.workload:
-        workload = _own_workload(config)
-    elif config.workload == "text_classifier":
-        workload = _text_classifier(config, progress)
-    elif config.workload == "gpt":
-        workload = _gpt(config, progress)
+    # The config has checked that the workload is one of these and that `model` belongs to it.
+    if isinstance(config.model, TextClassifierModelConfig):
+        workload = _text_classifier(config, config.model, progress)
+    elif isinstance(config.model, GPTModelConfig):
+        workload = _gpt(config, config.model, progress)
     else:
-        nearest = difflib.get_close_matches(config.workload, ("text_classifier", "gpt"), n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(f"workload: {config.workload!r} is not text_classifier, gpt or package.module:function{hint}")
+        workload = _own_workload(config)
     if config.model.init_from is not None:
         load_weights(workload.model, config.model.init_from)
     return workload
 
 
-def _text_classifier(config: Config, progress: Progress | None) -> Workload:
-    settings = _settings(config, TextClassifierModelConfig)
+def _text_classifier(config: Config, settings: TextClassifierModelConfig, progress: Progress | None) -> Workload:
     data = load_text_classification(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     num_classes = _at_least("num_classes", settings.num_classes, data.num_classes, "classes of the data set")
@@ -95,8 +89,7 @@ def _text_classifier(config: Config, progress: Progress | None) -> Workload:
     return Workload(model, data.train, data.val)
 
 
-def _gpt(config: Config, progress: Progress | None) -> Workload:
-    settings = _settings(config, GPTModelConfig)
+def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) -> Workload:
     data = load_language_modelling(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     model = _seeded(
@@ -111,16 +104,6 @@ def _gpt(config: Config, progress: Progress | None) -> Workload:
         ),
     )
     return Workload(model, data.train, data.val)
-
-
-def _settings(config: Config, section: type[SectionType]) -> SectionType:
-    """The model's settings; in Python a config can be given those of another workload."""
-    if not isinstance(config.model, section):
-        raise ConfigError(
-            f"model: {type(config.model).__name__} does not belong to workload {config.workload}; give a "
-            f"{section.__name__}"
-        )
-    return config.model
 
 
 def _own_workload(config: Config) -> Workload:
@@ -147,8 +130,6 @@ def _own_workload(config: Config) -> Workload:
 
 def _find_function(workload: str) -> Callable[[Config], Any]:
     module_name, _, name = workload.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"workload: {workload!r} is not of the form package.module:function")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
