@@ -82,9 +82,7 @@ def fit(
     """Train and return the record, the final parameters and this rank's steps."""
     steps = Steps()
     settings = {"run_dir": None, "device": "cpu", **settings}
-    trainer = Trainer(
-        model, make_optimizer(optimizer, model), callbacks=[steps], accumulation=accumulation, **settings
-    )
+    trainer = Trainer(model, make_optimizer(optimizer, model), callbacks=[steps], accumulation=accumulation, **settings)
     train: Any = (
         OptimizedDataLoader.create(dataset, batch_size, seed=5)
         if loader == "ours"

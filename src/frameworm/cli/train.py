@@ -89,10 +89,11 @@ def _device_count(config: Config) -> int:
 def _launch(config: Config, plan: LaunchPlan) -> int:
     """Start this node's workers; the config is checked for that many processes first."""
     from frameworm.engine.run import resolve_here
+    from frameworm.hardware.host import usable_cpus
     from frameworm.launch.torchrun import launch_workers
 
     resolve_here(config, plan.nproc_per_node * plan.max_nodes)
-    return launch_workers(plan, [sys.executable, "-m", "frameworm", *sys.argv[1:]])
+    return launch_workers(plan, [sys.executable, "-m", "frameworm", *sys.argv[1:]], usable_cpus=usable_cpus())
 
 
 def _train_here(

@@ -129,8 +129,8 @@ def _split_torch_loader(
             _check_ranks(sampler, rank, world_size)
             if not may_pad and type(sampler) is DistributedSampler and loader.batch_size is not None:
                 return _rebuilt(loader, loader.batch_size, False, seed), (
-                    "The validation loader's DistributedSampler repeats samples to make the ranks even; every sample is "
-                    "counted once instead."
+                    "The validation loader's DistributedSampler repeats samples to make the ranks even; every sample "
+                    "is counted once instead."
                 )
             return loader, None
     if batch_sampler is None:

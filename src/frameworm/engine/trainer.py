@@ -132,7 +132,9 @@ class Trainer:
         config = self._config
         gpu, training = config.gpu, config.training
         rank, world_size = process.rank, process.world_size
-        device = choose_device(gpu.device, process.local_rank, gpu.device_ids)
+        device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if self._sets_backend:
             apply_backend_flags(
                 tf32=gpu.tf32,
@@ -146,10 +148,10 @@ class Trainer:
             seed_everything(self._seed, rank)
         strategy = choose_strategy(config.parallel, device, rank=rank, world_size=world_size, device_ids=gpu.device_ids)
         accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
-        loader, note = _adopt(train_loader, rank, world_size, accumulation, config.seed, evaluation=False)
+        loader, note = _adopt(train_loader, process, accumulation, config.seed, evaluation=False)
         validation, val_note = None, None
         if val_loader is not None:
-            validation, val_note = _adopt(val_loader, rank, world_size, 1, config.seed, evaluation=True)
+            validation, val_note = _adopt(val_loader, process, 1, config.seed, evaluation=True)
             validation = CudaDataLoader(validation, device)
         micro = getattr(loader, "batch_size", None)
         global_batch = training.global_batch
@@ -274,18 +276,23 @@ class DDPTrainer(DistributedTrainer):
 
 
 def _adopt(
-    loader: Any, rank: int, world_size: int, accumulation: int, seed: int, *, evaluation: bool
+    loader: Any, process: ProcessInfo, accumulation: int, seed: int, *, evaluation: bool
 ) -> tuple[Any, str | None]:
-    if loader is None or not hasattr(loader, "__iter__"):
-        raise DataError(f"expected a loader or an iterable of batches, got {type(loader).__name__}")
+    """The loader as this rank should read it; what was done to it is said once."""
     if isinstance(loader, Iterator):
         raise DataError(
             "the loader is an iterator, which can be read only once; give something that can be read in every epoch, "
-            "such as a DataLoader or a list"
+            "such as a DataLoader, a list, or a function that returns an iterator"
         )
     adopted, note = adopt_loader(
-        loader, rank=rank, world_size=world_size, accumulation=accumulation, seed=seed, fill_empty=not evaluation
+        loader,
+        rank=process.rank,
+        world_size=process.world_size,
+        accumulation=accumulation,
+        seed=seed,
+        fill_empty=not evaluation,
+        local_world_size=process.local_world_size,
     )
-    if note and rank == 0:
+    if note and process.rank == 0:
         log.info("%s", note)
     return adopted, note

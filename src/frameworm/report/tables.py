@@ -181,6 +181,8 @@ def memory_text(record: RunRecord) -> str:
 
 def communication_text(record: RunRecord) -> str | None:
     """Communication per step, or None for a run that had none to measure."""
+    if record.batch.world_size == 1:
+        return None
     communication = record.communication
     parts = []
     if communication.total_s is not None:
