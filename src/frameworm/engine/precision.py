@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from frameworm.errors import DeviceError
 from frameworm.hardware.devices import supports_bf16
+from frameworm.launch.environment import ask_for_deterministic_cublas
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,9 +45,14 @@ class Precision:
 
 def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, flash_attention: bool | str) -> None:
     """Set torch's global switches for a run; deterministic mode wins over the faster choices."""
+    if deterministic:
+        ask_for_deterministic_cublas()
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark and not deterministic
-    torch.set_float32_matmul_precision("high" if tf32 and not deterministic else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32 and not deterministic
+    with warnings.catch_warnings():
+        # torch recommends a newer spelling; this one works in every version we support.
+        warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
+        torch.set_float32_matmul_precision("high" if tf32 and not deterministic else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32 and not deterministic
     torch.backends.cuda.enable_flash_sdp(flash_attention is not False)

@@ -180,6 +180,11 @@ def agent_hosts_store(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def ask_for_deterministic_cublas() -> None:
+    """Give cuBLAS the fixed workspace that deterministic mode needs, unless the user has chosen one."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
     return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0
