@@ -1,13 +1,8 @@
 """A workload of your own: a small CNN that tells noisy shapes apart.
 
-Nothing is downloaded; the images are drawn here. Run it from the repository root with a config that names the function:
+Nothing is downloaded; the images are drawn here. From the repository's root:
 
-    name: shapes
-    workload: examples.cnn_workload:build
-    model: {width: 16}
-    training: {epochs: 3, global_batch: 64, lr: 3.0e-3}
-
-    frameworm train --config shapes.yaml
+    frameworm train --config examples/cnn.yaml
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from frameworm.config.schema import Config
-from frameworm.models.workloads import Workload
+from frameworm import Config, Workload
 
 SHAPES = ("square", "disc", "cross")
 SIZE = 16

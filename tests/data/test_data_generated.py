@@ -21,7 +21,7 @@ def test_first_text_never_changes() -> None:
     """A change here changes everyone's data: raise GENERATOR_VERSION with it."""
     texts, labels = generated.generate(0, "train")
     assert generated.GENERATOR_VERSION == 1
-    assert (texts[0], labels[0]) == ("dry man out fall instead be about by time was pepper garden lemon", 1)
+    assert (texts[0], labels[0]) == ("cold man mist instead was be about by time was pepper garden lemon", 1)
 
 
 def test_sizes_and_spread() -> None:
@@ -61,7 +61,7 @@ def test_link_word_decides_which_topic_counts() -> None:
 
 
 def test_counting_words_is_not_enough() -> None:
-    """A linear model over word counts stays well below what a transformer reaches (about 0.95), and above chance."""
+    """A linear model over word counts stays well below what a transformer reaches (about 0.96), and above chance."""
     texts, labels = generated.generate(0, "train")
     held_out, truth = generated.generate(0, "val")
     columns = {word: column for column, word in enumerate(sorted({word for text in texts for word in text.split()}))}

@@ -99,7 +99,7 @@ class _Writer:
     def sample(self) -> tuple[str, int]:
         """One text with its (rarely wrong) label."""
         length = self._length()
-        opening = self._integer(2, min(5, length // 2))
+        opening = self._integer(2, 3)
         first, second = self._two_of(len(CLASS_NAMES))
         if self._uniform() >= TWO_TOPIC_SHARE:
             second = first

@@ -1,0 +1,201 @@
+"""What all benchmarks share: a stopwatch that sits in the data, interleaved rounds, ratios with intervals, results.
+
+The stopwatch is part of the data set, so no contender carries a probe of its own: it reads the clock when batch number
+`first` is asked for and again at batch number `last`. A loop that reads k batches ahead does so at both moments, so
+exactly `last - first` steps lie between them, whoever runs the loop; start-up, compilation, the end of the epoch and
+what is written then lie outside. On a GPU the device is waited for at both moments and at no other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from frameworm.hardware.fingerprint import environment_fingerprint
+
+RESULTS = Path(__file__).parent / "results"
+RESAMPLES = 10_000
+
+
+class TimedBatches(Dataset[Any]):
+    """Ready-made batches, taken in turn, with the stopwatch in them.
+
+    Args:
+        batches: What is read; begun anew when it is through.
+        steps: Number of batches to hand out.
+        first: Number of the batch whose request starts the watch; the last request stops it.
+        device: Waited for before the clock is read.
+    """
+
+    def __init__(self, batches: Sequence[Any], steps: int, first: int, device: torch.device) -> None:
+        assert 0 < first < steps - 1
+        self._batches = batches
+        self._steps = steps
+        self._first = first
+        self._device = device
+        self._started: tuple[float, float] | None = None
+        self._stopped: tuple[float, float] | None = None
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._first:
+            self._started = self._now()
+        elif index == self._steps - 1:
+            self._stopped = self._now()
+        return self._batches[index % len(self._batches)]
+
+    def loader(self) -> DataLoader[Any]:
+        """The loader every contender reads: no workers, since there is nothing to prepare."""
+        return DataLoader(self, batch_size=None, shuffle=False, pin_memory=self._device.type == "cuda")
+
+    def step_s(self) -> float:
+        """Wall time of one step inside the window."""
+        return self._elapsed(0)
+
+    def thread_s(self) -> float:
+        """Processor time that the thread of the loop spent on one step inside the window."""
+        return self._elapsed(1)
+
+    def _elapsed(self, clock: int) -> float:
+        assert self._started is not None, "the loop never came to the window"
+        assert self._stopped is not None, "the loop ended inside the window"
+        return (self._stopped[clock] - self._started[clock]) / (self._steps - 1 - self._first)
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter(), thread_time()
+
+
+@dataclass
+class Sample:
+    """One block of one contender."""
+
+    step_s: float
+    thread_s: float
+    loss: float
+
+
+@dataclass
+class Interval:
+    """A median over the rounds and where it lies with 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class Measured:
+    """One contender over all rounds; the warm-up round is kept but not counted."""
+
+    warmup: Sample
+    rounds: list[Sample] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """Median of a step over the rounds."""
+        return statistics.median(item.step_s for item in self.rounds)
+
+
+def interleave(
+    blocks: Mapping[str, Callable[[], Sample]], rounds: int, tell: Callable[[str], None]
+) -> dict[str, Measured]:
+    """Run all contenders in every round, each round beginning with another one, after a round that does not count."""
+    names = list(blocks)
+    measured: dict[str, Measured] = {}
+    for number in range(rounds + 1):
+        tell(f"round {number} of {rounds}" if number else "warm-up round")
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            sample = blocks[name]()
+            if number:
+                measured[name].rounds.append(sample)
+            else:
+                measured[name] = Measured(sample)
+    return {name: measured[name] for name in names}
+
+
+def paired(
+    contender: Measured, baseline: Measured, compare: Callable[[float, float], float], clock: str = "step_s"
+) -> Interval:
+    """Compare two contenders round by round; the interval is a percentile bootstrap of the median over rounds."""
+    pairs = zip(contender.rounds, baseline.rounds, strict=True)
+    return bootstrap_median([compare(getattr(one, clock), getattr(other, clock)) for one, other in pairs])
+
+
+def bootstrap_median(values: Sequence[float], resamples: int = RESAMPLES) -> Interval:
+    """The median and its 95% interval, by drawing the values anew with replacement; the same values, the same result."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
+    cut = round(0.025 * resamples)
+    return Interval(statistics.median(values), medians[cut], medians[resamples - 1 - cut])
+
+
+def ratio(one: float, other: float) -> float:
+    """For `paired`: how many times the baseline's time."""
+    return one / other
+
+
+def difference(one: float, other: float) -> float:
+    """For `paired`: time over the baseline's."""
+    return one - other
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain text, the first column to the left and the others to the right."""
+    cells = [columns, *rows]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in cells
+    ]
+    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+
+def device_word(device: torch.device) -> str:
+    """The device as a part of a file name."""
+    if device.type != "cuda":
+        return device.type
+    return "-".join(torch.cuda.get_device_name(device).lower().split())
+
+
+def write_results(name: str, device: torch.device, settings: dict[str, Any], results: dict[str, Any]) -> Path:
+    """Write benchmarks/results/<name>-<device>.json: where it was measured, with what settings, and what came out."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{device_word(device)}.json"
+    document = {
+        "benchmark": name,
+        "environment": environment_fingerprint(device),
+        "settings": settings,
+        "results": results,
+    }
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def as_data(item: Any) -> dict[str, Any]:
+    """A dataclass of this module as JSON-ready data."""
+    return asdict(item)
+
+
+def tell_progress(text: str) -> None:
+    """Say on stderr how far it is; the table on stdout stays clean."""
+    print(text, file=sys.stderr, flush=True)
