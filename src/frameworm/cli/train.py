@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 import typer
 
 from frameworm.config.load import load_config
+from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
     from frameworm.config.schema import Config
@@ -67,6 +68,8 @@ def train(
     )
     if plan.action == "launch":
         raise typer.Exit(_launch(loaded, plan))
+    if plan.action == "single":
+        _check_alone()
     raise typer.Exit(_train_here(loaded, plan, config, out, resume, as_json))
 
 
@@ -76,8 +79,21 @@ def _number_or_auto(text: str | None) -> int | Literal["auto"] | None:
     if text == "auto":
         return "auto"
     if not text.isdecimal():
-        raise typer.BadParameter(f"--nproc-per-node takes a number or auto, not {text}")
+        raise EnvironmentSetupError(f"--nproc-per-node takes a number or auto, not {text}")
     return int(text)
+
+
+def _check_alone() -> None:
+    """Refuse to wait for processes that nobody said are coming."""
+    from frameworm.launch.environment import detect
+
+    process = detect()
+    if process.world_size > 1:
+        numbers = "srun" if process.launcher == "srun" else "RANK and WORLD_SIZE"
+        raise EnvironmentSetupError(
+            f"{numbers} make this process rank {process.rank} of {process.world_size}: add --distributed to train "
+            "together, or take those variables away to train alone"
+        )
 
 
 def _device_count(config: Config) -> int:
@@ -170,9 +186,6 @@ def runs(
 
     Example: frameworm runs
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from frameworm.errors import RunFolderError
     from frameworm.records.store import find_runs
 
@@ -197,17 +210,22 @@ def runs(
     if not rows:
         print(f"no runs in {root}")
         return
-    table = Table("run", "status", "steps", "train loss", "accuracy", "samples/s", box=None)
+    table = [("run", "status", "steps", "train loss", "accuracy", "samples/s")]
     for row in rows:
-        table.add_row(
-            str(row["run"]),
-            str(row["status"]),
-            _cell(row["steps"], ",d"),
-            _cell(row["train_loss"], ".4f"),
-            _cell(row["val_accuracy"], ".2%"),
-            _cell(row["samples_per_s"], ",.0f"),
+        table.append(
+            (
+                str(row["run"]),
+                str(row["status"]),
+                _cell(row["steps"], ",d"),
+                _cell(row["train_loss"], ".4f"),
+                _cell(row["val_accuracy"], ".2%"),
+                _cell(row["samples_per_s"], ",.0f"),
+            )
         )
-    Console().print(table)
+    # Never cut to the terminal's width: half a path cannot be copied.
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
 def _cell(value: object, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,6 +69,12 @@ class RunOutput:
         """Write the resolved config; from here on the folder is a run's."""
         if self.folder is not None and self._rank == 0:
             self.folder.write_config(text)
+
+    def abandon(self) -> None:
+        """Take back the folder of a run that could not begin; one with anything in it stays."""
+        if self.folder is not None and self._rank == 0 and not self.resumed:
+            with contextlib.suppress(OSError):
+                self.folder.path.rmdir()
 
     def flush_steps(self) -> None:
         """Let the step records reach the file before a checkpoint claims them."""
@@ -157,9 +164,11 @@ def open_output(
 
 
 def _choose(config: Config, run_dir: str | Path | None, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
-    if resume is not None and str(resume) != "auto":
-        return RunFolder.open(resume), True
     out = None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
+    if resume is not None and str(resume) != "auto":
+        if out is not None and out.resolve() != Path(resume).resolve():
+            raise RunFolderError(f"a run goes on in its own folder, which is {resume}, not {out}; leave --out out")
+        return RunFolder.open(resume), True
     if resume is not None:
         if out is not None and RunFolder(out).holds_run():
             return RunFolder.open(out), True

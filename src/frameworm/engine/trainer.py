@@ -126,7 +126,12 @@ class Trainer:
         self._began = True
         process = self._join()
         job = self._job(process, train_loader, val_loader, resume)
-        return TrainingSession(job).run()
+        try:
+            session = TrainingSession(job)
+        except BaseException:
+            job.output.abandon()
+            raise
+        return session.run()
 
     def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:
         config = self._config
@@ -157,6 +162,7 @@ class Trainer:
         global_batch = training.global_batch
         if global_batch is None and micro is not None:
             global_batch = micro * accumulation * world_size
+        precision = Precision(gpu.mixed_precision, device)
         show = config.observe.progress
         output = open_output(
             config,
@@ -173,7 +179,7 @@ class Trainer:
             make_schedule=self._make_schedule,
             loss_fn=self._loss_fn,
             strategy=strategy,
-            precision=Precision(gpu.mixed_precision, device),
+            precision=precision,
             batch=Batch(micro, accumulation, world_size, global_batch),
             train=StepSource(
                 CudaDataLoader(loader, device),

@@ -82,8 +82,10 @@ def choose_device(
     if count == 0:
         if kind == "auto" and not device_ids:
             return torch.device("cpu")
-        wanted = f"device_ids {device_ids}" if device_ids else "device cuda"
-        raise DeviceError(f"{wanted} asks for a GPU, but {_why_no_gpu()}; use device: cpu or auto to train on the CPU")
+        wanted = f"gpu.device_ids {device_ids}" if device_ids else "gpu.device cuda"
+        raise DeviceError(
+            f"{wanted} asks for a GPU, but {_why_no_gpu()}; set gpu.device to cpu or auto to train on the CPU"
+        )
     choice = list(range(count)) if device_ids is None else device_ids
     for index in choice:
         if not 0 <= index < count:
@@ -93,7 +95,7 @@ def choose_device(
     if local_rank >= len(choice):
         raise DeviceError(
             f"process {local_rank} of this node needs a GPU of its own, but there are {len(choice)}: {_gpus(count)}. "
-            f"Start at most {len(choice)} processes per node, or use device: cpu."
+            f"Start at most {len(choice)} processes per node, or set gpu.device to cpu."
         )
     return torch.device("cuda", choice[local_rank])
 

@@ -72,7 +72,7 @@ def plan_launch(
         return LaunchPlan("join", detect(environ))
     flags_given = nnodes is not None or node_rank is not None or master_address is not None or rdzv_endpoint is not None
     if not distributed:
-        if flags_given or nproc_per_node is not None:
+        if flags_given or nproc_per_node is not None or master_port is not None:
             raise EnvironmentSetupError("--nproc-per-node, --nnodes and their like need --distributed")
         return LaunchPlan("single")
     if isinstance(nproc_per_node, int) and nproc_per_node < 1:
