@@ -1,9 +1,8 @@
-"""What `frameworm train` refuses: one line that says where and what to do, exit code 2, nothing written over or left."""
+"""What `frameworm train` refuses: one line with where and what to do, exit code 2, nothing written over or left."""
 
 from __future__ import annotations
 
 import gzip
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import yaml
+from command_line import CommandLine, command_line
 from safetensors.torch import save_file
 
-from frameworm.cli.main import main
 from frameworm.config.load import load_config
 from frameworm.models.workloads import build_workload
 from frameworm.records.store import RunFolder
@@ -41,29 +40,23 @@ def _make_run(folder: Path) -> Path:
 
 
 class Refusal:
-    """Runs the command line in this process, in a folder of its own."""
+    """Runs `frameworm train` in a folder of its own."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self.folder = folder
-        self._patch = patch
-        self._capture = capture
+    def __init__(self, here: CommandLine) -> None:
+        self.folder = here.folder
+        self._here = here
 
     def of(self, *args: str | Path, lines: int = 1) -> str:
         """The message; checks that it is one line, that the exit code is 2 and that no file has changed."""
         before = _files(self.folder)
-        self._patch.setattr(sys, "argv", ["frameworm", "train", *(str(argument) for argument in args)])
-        self._capture.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        stdout, stderr = self._capture.readouterr()
-        assert "Traceback" not in stdout + stderr
-        assert stdout == ""
-        assert end.value.code == 2, stderr
-        assert stderr.startswith("frameworm: ")
-        assert stderr.count("\n") == lines
-        assert stderr.endswith("\n")
+        ended = self._here("train", *args)
+        assert "Traceback" not in ended.stdout + ended.stderr
+        assert (ended.code, ended.stdout) == (2, ""), ended.stderr
+        assert ended.stderr.startswith("frameworm: ")
+        assert ended.stderr.endswith("\n")
+        assert ended.stderr.count("\n") == lines
         assert _files(self.folder) == before
-        return stderr.removeprefix("frameworm: ").strip()
+        return ended.stderr.removeprefix("frameworm: ").strip()
 
     def everywhere(self, *args: str | Path) -> str:
         """The message where a new run folder would be made, which is the same where one is in the way."""
@@ -74,26 +67,20 @@ class Refusal:
 
 
 @pytest.fixture
-def refusal(
+def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data_cache_dir: Path
-) -> Iterator[Refusal]:
+) -> Iterator[CommandLine]:
+    with command_line(tmp_path / "work", data_cache_dir, monkeypatch, capfd) as run:
+        yield run
+
+
+@pytest.fixture
+def refusal(here: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Refusal:
     def start(*args: Any, **settings: Any) -> NoReturn:
         raise AssertionError("a worker would have been started")
 
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("FRAMEWORM_DATA_CACHE_DIR", str(data_cache_dir))
     monkeypatch.setattr("frameworm.launch.torchrun.launch_workers", start)
-    # The command line finds workloads in the working folder and prepares torch and the log for the whole process.
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    log = logging.getLogger("frameworm")
-    handlers, level, propagate = list(log.handlers), log.level, log.propagate
-    precision = torch.get_float32_matmul_precision()
-    yield Refusal(folder, monkeypatch, capfd)
-    log.handlers[:], log.propagate = handlers, propagate
-    log.setLevel(level)
-    torch.set_float32_matmul_precision(precision)
+    return Refusal(here)
 
 
 SETTINGS = [
@@ -106,9 +93,13 @@ SETTINGS = [
     pytest.param(["observe.sinks=[jsonl,wandb]"], ["observe.sinks", "wandb"], id="bad-list-item"),
     pytest.param(["training.lr"], ["--set training.lr", "expected key=value"], id="no-value"),
     pytest.param(["model.n_heads=3"], ["model.n_heads", "does not divide d_model 64", "2 or 4"], id="heads"),
-    pytest.param(["training.micro_batch=24"], ["training.global_batch", "micro_batch 24", "48 or 72"], id="micro-batch"),
     pytest.param(
-        ["training.batch_size=8", "training.micro_batch=4"], ["batch_size 8 contradicts micro_batch 4"], id="two-batches"
+        ["training.micro_batch=24"], ["training.global_batch", "micro_batch 24", "48 or 72"], id="micro-batch"
+    ),
+    pytest.param(
+        ["training.batch_size=8", "training.micro_batch=4"],
+        ["batch_size 8 contradicts micro_batch 4"],
+        id="two-batches",
     ),
     pytest.param(["parallel.strategy=zero3"], ["parallel.strategy", "not in this version", "use ddp"], id="zero3"),
     pytest.param(["parallel.compression=int8"], ["parallel.compression", "not in this version"], id="compression"),
@@ -181,7 +172,9 @@ def test_bad_variable(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 LAUNCHES = [
-    pytest.param(["--distributed", "--nproc-per-node", "3"], ["global_batch 64", "world size 3", "63 or 66"], id="batch"),
+    pytest.param(
+        ["--distributed", "--nproc-per-node", "3"], ["global_batch 64", "world size 3", "63 or 66"], id="batch"
+    ),
     pytest.param(["--distributed", "--nproc-per-node", "x"], ["--nproc-per-node", "a number or auto", "x"], id="word"),
     pytest.param(["--distributed", "--nproc-per-node", "0"], ["--nproc-per-node", "1 or more"], id="none"),
     pytest.param(["--nproc-per-node", "2"], ["--nproc-per-node", "need --distributed"], id="without-distributed"),
@@ -367,9 +360,7 @@ def test_weights_of_another_model(refusal: Refusal) -> None:
     save_file(weights, file)
     assert "lacks" in refusal.of("--config", QUICKSTART, *_set("model.init_from=small.safetensors"))
     file.write_text("no weights\n")
-    assert "is not a safetensors file" in refusal.of(
-        "--config", QUICKSTART, *_set("model.init_from=small.safetensors")
-    )
+    assert "is not a safetensors file" in refusal.of("--config", QUICKSTART, *_set("model.init_from=small.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -386,8 +377,6 @@ def test_weights_of_another_model(refusal: Refusal) -> None:
 def test_own_workload_that_returns_nonsense(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch, returned: str, words: list[str]
 ) -> None:
-    # A compiled copy beside the module would count as left behind.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (refusal.folder / "nonsense.py").write_text(f"import torch\n\n\ndef build(config):\n    return {returned}\n")
     monkeypatch.delitem(sys.modules, "nonsense", raising=False)
     (refusal.folder / "own.yaml").write_text("workload: nonsense:build\ngpu: {device: cpu}\n")

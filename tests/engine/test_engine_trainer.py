@@ -358,3 +358,28 @@ def test_deterministic_runs_are_bitwise_equal() -> None:
         assert torch.equal(run(), run())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _list_of_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    inputs, target = classification(30).tensors
+    sizes = [4, 8, 3, 6, 9]
+    return list(zip(inputs.split(sizes), target.split(sizes)))
+
+
+def _uneven(rank: int, world_size: int) -> Any:
+    model = mlp()
+    validation = [(inputs, target) for inputs, target in _list_of_batches()[:3]]
+    record = _trainer(model).train(_list_of_batches(), validation, epochs=2)
+    return parameters(model), record.steps, record.losses, record.quality.val_loss
+
+
+def test_ranks_with_unequally_many_batches_end_together(run_ranks: Callable[..., Any]) -> None:
+    """Five batches on two ranks: three steps, in the last of which one rank only keeps company."""
+    model = mlp()
+    validation = _list_of_batches()[:3]
+    expected = _trainer(model, accumulation=2).train(_list_of_batches(), validation, epochs=2)
+    for found, steps, losses, val_loss in run_ranks(_uneven, 2):
+        assert steps == expected.steps == 6
+        assert torch.allclose(found, parameters(model), atol=1e-6)
+        assert losses == pytest.approx(expected.losses, abs=1e-5)
+        assert val_loss == pytest.approx(expected.quality.val_loss, abs=1e-5)

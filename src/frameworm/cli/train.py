@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional
@@ -67,10 +68,10 @@ def train(
         device_count=_device_count(loaded) if distributed else 0,
     )
     if plan.action == "launch":
-        raise typer.Exit(_launch(loaded, plan))
+        raise typer.Exit(_launch(loaded, plan, resumes=resume is not None))
     if plan.action == "single":
         _check_alone()
-    raise typer.Exit(_train_here(loaded, plan, config, out, resume, as_json))
+    raise typer.Exit(_train_here(loaded, plan, out, resume, as_json))
 
 
 def _number_or_auto(text: str | None) -> int | Literal["auto"] | None:
@@ -102,19 +103,18 @@ def _device_count(config: Config) -> int:
     return look_at_machine(config).device_count
 
 
-def _launch(config: Config, plan: LaunchPlan) -> int:
+def _launch(config: Config, plan: LaunchPlan, *, resumes: bool) -> int:
     """Start this node's workers; the config is checked for that many processes first."""
     from frameworm.engine.run import resolve_here
     from frameworm.hardware.host import usable_cpus
     from frameworm.launch.torchrun import launch_workers
 
-    resolve_here(config, plan.nproc_per_node * plan.max_nodes)
+    elastic = plan.min_nodes != plan.max_nodes
+    resolve_here(config, plan.nproc_per_node * plan.max_nodes, resized=resumes or elastic)
     return launch_workers(plan, [sys.executable, "-m", "frameworm", *sys.argv[1:]], usable_cpus=usable_cpus())
 
 
-def _train_here(
-    config: Config, plan: LaunchPlan, config_path: Path, out: Path | None, resume: str | None, as_json: bool
-) -> int:
+def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str | None, as_json: bool) -> int:
     from frameworm.engine.run import run
     from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
     from frameworm.launch.failures import worker_errors
@@ -131,13 +131,25 @@ def _train_here(
             if leads:
                 _show(stop.record, as_json)
                 folder = getattr(stop.record, "run_dir", None)
-                print(f"{stop}\nresume with: frameworm train --config {config_path} --resume {folder}", file=sys.stderr)
+                print(f"{stop}\nresume with: {_resume_command(sys.argv[1:], str(folder))}", file=sys.stderr)
             cleanup()
             return stop.exit_code
         if leads:
             _show(record, as_json)
         cleanup()
     return 0
+
+
+def _resume_command(arguments: list[str], folder: str) -> str:
+    """The command as it was given, all its settings included, to go on in the run's folder."""
+    kept: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument in ("--out", "--resume"):
+            next(remaining, None)
+        elif not argument.startswith(("--out=", "--resume=")):
+            kept.append(argument)
+    return shlex.join(["frameworm", *kept, "--resume", folder])
 
 
 def _show(record: object, as_json: bool) -> None:

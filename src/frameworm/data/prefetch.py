@@ -55,6 +55,9 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 def batch_size_of(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of its first tensor that has one, or None."""
+    first = next(_items(batch), None)
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return first.size(0)
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
@@ -83,6 +86,8 @@ class CudaDataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cuda":
             return self._ahead(iter(self.loader))
+        if self.device.type == "cpu":
+            return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in self.loader)
         return (move_batch(batch, self.device) for batch in self.loader)
 
     def __len__(self) -> int:
@@ -97,7 +102,9 @@ class CudaDataLoader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         stream = self._stream
-        upcoming = _Transfer(batches, self.device, stream)
+        # One event serves all copies: a copy begins only after the caller's stream was told to wait for the one before.
+        arrived = torch.cuda.Event()
+        upcoming = _Transfer(batches, self.device, stream, arrived)
         while True:
             transfer = upcoming
             batch = transfer.receive()
@@ -105,7 +112,7 @@ class CudaDataLoader:
                 return
             # The next copy is on its way before the caller computes on this batch; should the caller wait for the
             # device in every step, the copy still runs beside the step.
-            upcoming = _Transfer(batches, self.device, stream)
+            upcoming = _Transfer(batches, self.device, stream, arrived)
             del transfer
             yield batch
             del batch
@@ -114,15 +121,17 @@ class CudaDataLoader:
 class _Transfer:
     """One batch on its way to the device, or the error that came instead of it."""
 
-    __slots__ = ("_batch", "_device", "_done", "_error", "_late", "ended")
+    __slots__ = ("_arrived", "_batch", "_device", "_error", "_late", "ended")
 
-    def __init__(self, batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream, arrived: torch.cuda.Event
+    ) -> None:
         self._device = device
         self._error: Exception | None = None
         self._batch: Any = None
         self._late = False
         self.ended = False
-        self._done = torch.cuda.Event()
+        self._arrived = arrived
         try:
             # Not on the side stream: a loader that computes on the device does so in order with the caller.
             batch = next(batches)
@@ -138,7 +147,7 @@ class _Transfer:
             return
         with torch.cuda.stream(stream):
             self._batch = move_batch(batch, device)
-            self._done.record(stream)
+            arrived.record(stream)
 
     def receive(self) -> Any:
         """The batch, safe to use on the caller's current stream."""
@@ -148,12 +157,26 @@ class _Transfer:
             return move_batch(self._batch, self._device)
         if not self.ended:
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(self._done)
+            current.wait_event(self._arrived)
             for tensor in tensors_in(self._batch):
                 if tensor.is_cuda:
                     # Its memory belongs to the side stream, which must not reuse it while the caller's still reads.
                     tensor.record_stream(current)
         return self._batch
+
+
+def _items(batch: Any) -> Iterator[Any]:
+    """What a batch of a usual kind holds, or else the batch itself; looked at in every step, so it goes no deeper."""
+    kind = type(batch)
+    return iter(batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,))
+
+
+def _lies_on_host(batch: Any) -> bool:
+    """Whether this is a batch of a usual kind with nothing to move: far cheaper to see than to try."""
+    for item in _items(batch):
+        if not isinstance(item, torch.Tensor) or not item.is_cpu:
+            return False
+    return True
 
 
 def _hides_tensors(batch: Any) -> bool:

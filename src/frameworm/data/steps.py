@@ -6,6 +6,7 @@ sizes are agreed on before each step, so that no rank waits for one that has run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.errors import DataError
 
-SumOverRanks = Callable[[float], float]
+OverRanks = Callable[[float], float]
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ class StepSource:
         *,
         accumulation: int,
         world_size: int = 1,
-        sum_over_ranks: SumOverRanks | None = None,
+        sum_over_ranks: OverRanks | None = None,
+        max_over_ranks: OverRanks | None = None,
     ) -> None:
         self.loader = loader
         self._inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
@@ -59,15 +61,21 @@ class StepSource:
         self._even = any(
             isinstance(item, DistributedSampler) for item in (*samplers, getattr(samplers[1], "sampler", None))
         )
+        self.steps_per_epoch = self._count_steps()
+        """Steps in an epoch, or None when nobody knows beforehand; the same on all ranks."""
+        if world_size > 1 and self._planned is None and not self._even:
+            # One rank may have a batch more than another; the one with the most decides when an epoch is over.
+            assert max_over_ranks is not None
+            most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
+            self.steps_per_epoch = None if math.isinf(most) else int(most)
 
     @property
     def seekable(self) -> bool:
         """Whether an epoch can begin anywhere without reading what comes before."""
         return self._planned is not None
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Steps in an epoch, or None when nobody knows beforehand."""
+    def _count_steps(self) -> int | None:
+        """Steps this rank's loader has in an epoch, or None when it does not say."""
         if self._planned is not None:
             return self._planned.steps_per_epoch
         try:
@@ -85,7 +93,9 @@ class StepSource:
         set_loader_epoch(self._inner, epoch)
         if self._planned is not None:
             return self._planned_steps(start)
-        steps = self._grouped_steps(iter(self.loader))
+        batches = iter(self.loader)
+        alone = self._accumulation == 1 and (self._world_size == 1 or self._even)
+        steps = self._single_steps(batches) if alone else self._grouped_steps(batches)
         for _ in range(start):
             next(steps, None)
         return steps
@@ -110,6 +120,14 @@ class StepSource:
                 shape.tokens,
                 shape.padded_tokens,
             )
+
+    def _single_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
+        """One batch is one step, and no rank needs to be asked: `_grouped_steps` for the common case, at less cost."""
+        for batch in batches:
+            samples = _size(batch)
+            if samples == 0:
+                return
+            yield StepBatch([batch], [samples], samples * self._world_size)
 
     def _grouped_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
         last: Any = None

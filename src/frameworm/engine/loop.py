@@ -87,6 +87,7 @@ class TrainingLoop:
             reason = self._agreement.stop_before(progress.step + 1)
             if reason is not None:
                 return reason
+            clock.mark(OTHER)  # what listeners made of the last step is no wait for data
             batch = next(steps, None)
             clock.mark(DATA_WAIT)
             if batch is None:

@@ -19,6 +19,7 @@ from frameworm.errors import LossError
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 IGNORED_TARGET = -100
+_PAIRS = (tuple, list)  # what loaders mostly yield, told apart without asking an abstract class
 
 THREE_WAYS = """frameworm needs a loss. Three ways to give it one:
   1. Trainer(model, optimizer, loss_fn=f) with f(output, target) for batches (input, target);
@@ -45,6 +46,8 @@ class LossFunction:
         self._loss_fn = loss_fn
         self._takes_model = loss_fn is not None and _first_parameter(loss_fn) == "model"
         self._forward_names = _parameter_names(model.forward)
+        self._takes_any_keyword = _takes_any_keyword(model.forward)
+        self._found_to_classify = False
         self._way: Callable[[nn.Module, Any], Computed] | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Computed:
@@ -102,17 +105,26 @@ class LossFunction:
     def _by_output(self, model: nn.Module, batch: Any) -> Computed:
         inputs, target = self._split(batch)
         output = self._call(model, inputs)
-        own = _own_loss(output)
-        if own is not None:
-            return Computed(own, None, output, target)
-        scores = _scores(output)
-        if not _classifies(scores, target):
-            raise LossError(f"the model returned {_describe(output)} for a target {_describe(target)}.\n{THREE_WAYS}")
+        # A tensor of several dimensions is neither a loss nor something that holds one.
+        scores = output
+        if not isinstance(output, torch.Tensor) or output.dim() < 2:
+            own = _own_loss(output)
+            if own is not None:
+                return Computed(own, None, output, target)
+            scores = _scores(output)
+        if not self._found_to_classify:
+            if not _classifies(scores, target):
+                raise LossError(
+                    f"the model returned {_describe(output)} for a target {_describe(target)}.\n{THREE_WAYS}"
+                )
+            self._found_to_classify = True
         loss, count = _cross_entropy(scores, target)
         return Computed(loss, count, output, target)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         """The batch as (inputs, target); target None when there is none."""
+        if type(batch) in _PAIRS and len(batch) == 2:
+            return batch[0], batch[1]
         if isinstance(batch, Mapping):
             key = _target_key(batch)
             if key is None:
@@ -125,9 +137,11 @@ class LossFunction:
         return batch, None
 
     def _call(self, model: nn.Module, inputs: Any, whole: bool = False) -> Any:
+        if isinstance(inputs, torch.Tensor):
+            return model(inputs)
         if isinstance(inputs, Mapping):
             # A model that takes one mapping gets it whole; one that names the keys gets them by name.
-            if set(inputs) & self._forward_names or _takes_any_keyword(self._model.forward):
+            if self._takes_any_keyword or not self._forward_names.isdisjoint(inputs):
                 return model(**inputs)
             return model(inputs)
         if isinstance(inputs, tuple) or (whole and _is_sequence(inputs)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from frameworm.config.load import load_config
@@ -24,7 +25,8 @@ from frameworm.engine.schedule import AnySchedule, Schedule
 from frameworm.engine.trainer import Trainer
 from frameworm.errors import CheckpointError, DataError
 from frameworm.hardware.devices import choose_device, supports_bf16
-from frameworm.launch.environment import ProcessInfo, detect
+from frameworm.launch.environment import detect
+from frameworm.launch.process_group import setup_ddp
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
@@ -53,10 +55,15 @@ def look_at_machine(config: Config) -> Machine:
     return Machine(kind, supports_bf16(device), torch.cuda.device_count() if device.type == "cuda" else 0)
 
 
-def resolve_here(config: Config, world_size: int) -> Config:
-    """The config with every `auto` decided for this machine and that many processes."""
+def resolve_here(config: Config, world_size: int, *, resized: bool = False) -> Config:
+    """The config with every `auto` decided for this machine and that many processes.
+
+    Args:
+        resized: The run may go on with another number of processes than it began with; the global batch then stays,
+            and ranks take unequal shares if it does not divide.
+    """
     machine = look_at_machine(config)
-    return resolve(config, world_size=world_size, device=machine.device, bf16=machine.bf16)
+    return resolve(config, world_size=world_size, device=machine.device, bf16=machine.bf16, allow_uneven=resized)
 
 
 def run(
@@ -74,8 +81,8 @@ def run(
         resume: As for `Trainer.train`.
         callbacks: Listeners beside those the config asks for.
     """
-    process = detect()
-    config = resolve_here(config, process.world_size)
+    process = setup_ddp() if dist.is_initialized() else detect()
+    config = resolve_here(config, process.world_size, resized=resume is not None)
     workload = build_workload(config)
     optimizer = build_optimizer(workload.model, config)
     training = config.training
@@ -93,13 +100,13 @@ def run(
         run_dir=out,
     )
     return trainer.train(
-        _loader(config, workload, workload.train_data, process, evaluation=False),
-        None if workload.val_data is None else _loader(config, workload, workload.val_data, process, evaluation=True),
+        _loader(config, workload, workload.train_data, evaluation=False),
+        None if workload.val_data is None else _loader(config, workload, workload.val_data, evaluation=True),
         resume=resume,
     )
 
 
-def _loader(config: Config, workload: Workload, data: Any, process: ProcessInfo, *, evaluation: bool) -> Any:
+def _loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
     settings, training = config.data, config.training
     assert isinstance(training.micro_batch, int)
     return OptimizedDataLoader.create(
@@ -145,6 +152,6 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
     strategy = Strategy(device)
     model: nn.Module = strategy.place(workload.model)
-    loader = CudaDataLoader(_loader(config, workload, workload.val_data, detect({}), evaluation=True), device)
+    loader = CudaDataLoader(_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)
     return stored.step, evaluate(model, loader, LossFunction(model, workload.loss_fn), precision, strategy)

@@ -55,7 +55,7 @@ class Job:
     batch: Batch
     train: StepSource
     validation: Iterable[Any] | None
-    output: RunOutput
+    open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
     callbacks: Sequence[Listener] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -89,8 +89,14 @@ class TrainingSession:
             job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
         )
         self._tally = Tally()
-        self._events = Events([self._tally, *job.output.listeners(self._rank, total), *job.callbacks])
-        folder = job.output.folder
+        self._output = job.open_output()
+        try:
+            listeners = self._output.listeners(self._rank, total)
+        except BaseException:
+            self._output.abandon()
+            raise
+        self._events = Events([self._tally, *listeners, *job.callbacks])
+        folder = self._output.folder
         self._store = (
             None
             if folder is None
@@ -145,9 +151,13 @@ class TrainingSession:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
-        output = self._job.output
+        output = self._output
         if output.resumed:
-            self._resume()
+            try:
+                self._resume()
+            except BaseException:
+                output.close()
+                raise
         output.write_config(dump_config(self._job.config))
         status = "failed"
         try:
@@ -186,7 +196,7 @@ class TrainingSession:
         self._saved_step = step
         state = self._state.capture()
         if state is not None:
-            self._job.output.flush_steps()
+            self._output.flush_steps()
             self._store.save(step, state)
             self._events.on_checkpoint(str(self._store.folder / f"step-{step:08d}.pt"), step)
             if self._store.problem is not None:
@@ -194,13 +204,13 @@ class TrainingSession:
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint that is whole; rank 0 chooses, all read the same one."""
-        folder = self._job.output.folder
+        folder = self._output.folder
         assert folder is not None
         newest = load_newest(folder.checkpoints, log.warning) if self._rank == 0 else None
         number = broadcast_object(newest[0].step if newest else None)
         if number is None:
             log.info("%s holds no checkpoint yet: starting from the first step", folder.path)
-            self._job.output.forget_steps_after(self._rank, 0)
+            self._output.forget_steps_after(self._rank, 0)
             return
         if newest is None:
             newest = load_newest(folder.checkpoints, log.warning)
@@ -215,8 +225,8 @@ class TrainingSession:
         more_steps = limits.max_steps is None or progress.step < limits.max_steps
         if progress.finished and progress.epoch < limits.epochs and more_steps and limits.early_stop is None:
             progress.finished = False
-        self._job.output.forget_steps_after(self._rank, progress.step)
-        for step in self._job.output.earlier_steps(self._rank):
+        self._output.forget_steps_after(self._rank, progress.step)
+        for step in self._output.earlier_steps(self._rank):
             self._tally.aggregate.add(step)
         log.info(
             "resumed %s after step %d (epoch %d, step %d of it)",
@@ -250,14 +260,14 @@ class TrainingSession:
             wall_s=perf_counter() - self._began,
         )
         problem = None if self._store is None else self._store.problem
-        writer_notes = self._job.output.close()
+        writer_notes = self._output.close()
         self.record.notes = flatten_notes(self._notes, self._events.notes, writer_notes, [problem])
         if self._rank == 0:
-            self._job.output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
+            self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         self._events.on_run_end(self.record)
 
     def _stopped(self, status: str) -> TrainingInterruptedError | TrainingPreemptedError:
-        folder = self._job.output.folder
+        folder = self._output.folder
         step = self._state.progress.step
         where = "nothing was saved (no run folder)" if folder is None else f"saved after step {step} in {folder.path}"
         kind = TrainingInterruptedError if status == "interrupted" else TrainingPreemptedError

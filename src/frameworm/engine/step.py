@@ -53,7 +53,7 @@ class TrainStep:
         self._world_size = strategy.world_size
         self._autocast = precision.autocast
         self._scaler = precision.scaler
-        self._clock = clock
+        self._mark = clock.mark
         self._first = True
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
@@ -67,7 +67,7 @@ class TrainStep:
             self._strategy.check_gradients(self.model)
             self._first = False
         self.update.apply(step, factor)
-        self._clock.mark(OPTIMIZER)
+        self._mark(OPTIMIZER)
         return result
 
     def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
@@ -86,14 +86,14 @@ class TrainStep:
             if explained is error:
                 raise
             raise explained from None
-        self._clock.mark(FORWARD)
+        self._mark(FORWARD)
         return computed.loss, computed.count
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward()
-        self._clock.mark(BACKWARD)
+        self._mark(BACKWARD)
 
     def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
         """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""

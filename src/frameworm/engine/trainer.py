@@ -25,7 +25,7 @@ from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.errors import DataError, StateError
 from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import ProcessInfo, detect
-from frameworm.launch.process_group import all_reduce_sums, cleanup, setup_ddp
+from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, cleanup, setup_ddp
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
@@ -125,13 +125,7 @@ class Trainer:
             self._config = apply_settings(self._config, {"epochs": epochs})
         self._began = True
         process = self._join()
-        job = self._job(process, train_loader, val_loader, resume)
-        try:
-            session = TrainingSession(job)
-        except BaseException:
-            job.output.abandon()
-            raise
-        return session.run()
+        return TrainingSession(self._job(process, train_loader, val_loader, resume)).run()
 
     def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:
         config = self._config
@@ -164,14 +158,6 @@ class Trainer:
             global_batch = micro * accumulation * world_size
         precision = Precision(gpu.mixed_precision, device)
         show = config.observe.progress
-        output = open_output(
-            config,
-            run_dir=self._run_dir,
-            resume=resume,
-            show_progress=sys.stderr.isatty() if show == "auto" else show,
-            rank=rank,
-            world_size=world_size,
-        )
         return Job(
             config=config,
             model=self.model,
@@ -186,9 +172,17 @@ class Trainer:
                 accumulation=accumulation,
                 world_size=world_size,
                 sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
+                max_over_ranks=lambda value: all_reduce_max(value, device),
             ),
             validation=validation,
-            output=output,
+            open_output=lambda: open_output(
+                config,
+                run_dir=self._run_dir,
+                resume=resume,
+                show_progress=sys.stderr.isatty() if show == "auto" else show,
+                rank=rank,
+                world_size=world_size,
+            ),
             callbacks=self._callbacks,
             notes=[text for text in (note, val_note) if text],
         )

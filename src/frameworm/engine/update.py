@@ -36,6 +36,9 @@ class Update:
         self._clip_norm = clip_norm
         self._skips_on_device = accepts_found_inf(optimizer)
         self._on_cpu = device.type == "cpu"
+        # torch's own way of clearing records a profiler range at every call, which costs more than the clearing.
+        own = getattr(optimizer.zero_grad, "__func__", None)
+        self._clears_itself = own is not torch.optim.Optimizer.zero_grad
         self.grad_norm: torch.Tensor | None = None
         self.skipped: torch.Tensor | None = None
 
@@ -83,7 +86,15 @@ class Update:
         else:
             self._step_unless_bad(self.grad_norm)
         self.schedule.after_step()
-        optimizer.zero_grad(set_to_none=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._clears_itself:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _step_unless_bad(self, grad_norm: torch.Tensor) -> None:
         if self._on_cpu:

@@ -182,6 +182,15 @@ def all_reduce_sums(values: list[float], device: torch.device | str = "cpu") -> 
     return [float(value) for value in sums.tolist()]
 
 
+def all_reduce_max(value: float, device: torch.device | str = "cpu") -> float:
+    """The largest value among the ranks; `device` as for `all_reduce_sums`."""
+    if not is_distributed():
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def broadcast_object(obj: T, source: int = 0) -> T:
     """Give every rank the object of one rank; what the others pass is ignored."""
     if not is_distributed():

@@ -22,7 +22,7 @@ CHECKPOINT = "checkpoint"
 VALIDATION = "validation"
 OTHER = "other"
 
-GROUP_STEPS = 4
+GROUP_STEPS = 8
 GROUPS_IN_FLIGHT = 2
 # How many steps the host can be ahead of the device: groups in flight, one group being filled, the current step.
 MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
@@ -52,7 +52,7 @@ class StepClock(Protocol):
         """Attribute the time since the last mark to a phase."""
 
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
-        """Close the step; returns the steps whose times and scalars are known by now, in order."""
+        """Close the step; returns the steps whose times and scalars (detached) are known by now, in order."""
 
     def drain(self) -> list[Timed]:
         """Wait for everything outstanding and return it."""
@@ -92,15 +92,17 @@ class HostClock:
 
 
 class _Pending:
-    __slots__ = ("begin", "end", "host_wait_s", "marks", "payload", "scalars")
+    """A step whose events are still on the device; the last mark is its end and the next step's beginning."""
+
+    __slots__ = ("begin", "host_other_s", "host_wait_s", "marks", "payload", "scalars")
 
     def __init__(self, begin: torch.cuda.Event) -> None:
         self.begin = begin
         self.marks: list[tuple[str, torch.cuda.Event]] = []
+        self.host_other_s = 0.0
         self.host_wait_s = 0.0
         self.payload: Any = None
         self.scalars: tuple[torch.Tensor | None, ...] = ()
-        self.end: torch.cuda.Event = begin
 
 
 class _Group:
@@ -113,11 +115,16 @@ class _Group:
         present = [scalar for step in steps for scalar in step.scalars if scalar is not None]
         self.host: torch.Tensor | None = None
         if present:
-            stacked = torch.stack([scalar.detach().reshape(()).float() for scalar in present])
+            stacked = torch.stack([_plain(scalar) for scalar in present])
             self.host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self.host.copy_(stacked, non_blocking=True)
         self.ready = torch.cuda.Event()
         self.ready.record()
+
+
+def _plain(scalar: torch.Tensor) -> torch.Tensor:
+    """The scalar as stacking wants it; a loss already is."""
+    return scalar if scalar.dtype == torch.float32 and scalar.dim() == 0 else scalar.reshape(()).float()
 
 
 class CudaClock:
@@ -130,39 +137,46 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._filling: list[_Pending] = []
         self._groups: deque[_Group] = deque()
-        self._current = _Pending(self._event())
-        self._last_host = perf_counter()
+        self.start()
 
     def _event(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._stream)
         return event
 
     def start(self) -> None:
+        # Asking for the stream at every mark would cost as much as the mark.
+        self._stream = torch.cuda.current_stream(self._device)
         self._current = _Pending(self._event())
         self._last_host = perf_counter()
 
     def mark(self, name: str) -> None:
         current = self._current
+        now = perf_counter()
+        if name == OTHER and not current.marks:
+            # What the host does between two steps; the device has nothing to say about it.
+            current.host_other_s = now - self._last_host
+            self._last_host = now
+            return
         if name == DATA_WAIT:
-            current.host_wait_s += perf_counter() - self._last_host
+            current.host_wait_s = now - self._last_host
         current.marks.append((name, self._event()))
-        self._last_host = perf_counter()
+        self._last_host = now
 
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
         current = self._current
+        if not current.marks:
+            current.marks.append((OTHER, self._event()))
         current.payload = payload
         current.scalars = scalars
-        current.end = self._event()
         self._filling.append(current)
-        self._current = _Pending(current.end)
+        self._current = _Pending(current.marks[-1][1])
         if len(self._filling) >= GROUP_STEPS:
             self._groups.append(_Group(self._filling))
             self._filling = []
         done: list[Timed] = []
         while self._groups and (len(self._groups) > GROUPS_IN_FLIGHT or self._groups[0].ready.query()):
             done += self._read(self._groups.popleft())
-        self._last_host = perf_counter()
         return done
 
     def drain(self) -> list[Timed]:
@@ -182,26 +196,31 @@ class CudaClock:
             scalars = [None if scalar is None else next(values) for scalar in step.scalars]
             step_s, phases = _device_phases(step)
             timed.append(Timed(step.payload, scalars, step_s, phases))
-            # The end event is the next step's beginning, so each step gives back its beginning.
+            # The last event is the next step's beginning, which that step gives back.
             self._free.append(step.begin)
-            self._free.extend(event for _, event in step.marks)
+            self._free.extend(event for _, event in step.marks[:-1])
         return timed
 
 
 def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
-    """Times between the events of one step; the gap before the data mark splits into wait and transfer."""
+    """Times between the events of one step.
+
+    The gap before the data mark is a gap on the device: it is told apart by what the host did meanwhile, and what the
+    host does not explain is the transfer.
+    """
     phases: dict[str, float] = {}
     last = step.begin
     for name, event in step.marks:
         elapsed_s = last.elapsed_time(event) * 1e-3
         if name == DATA_WAIT:
             wait_s = min(elapsed_s, step.host_wait_s)
-            phases[TRANSFER] = phases.get(TRANSFER, 0.0) + elapsed_s - wait_s
+            other_s = min(elapsed_s - wait_s, step.host_other_s)
+            phases[OTHER] = phases.get(OTHER, 0.0) + other_s
+            phases[TRANSFER] = phases.get(TRANSFER, 0.0) + elapsed_s - wait_s - other_s
             elapsed_s = wait_s
         phases[name] = phases.get(name, 0.0) + elapsed_s
         last = event
-    phases[OTHER] = phases.get(OTHER, 0.0) + last.elapsed_time(step.end) * 1e-3
-    return step.begin.elapsed_time(step.end) * 1e-3, phases
+    return step.begin.elapsed_time(last) * 1e-3, phases
 
 
 def make_clock(device: torch.device) -> StepClock:
