@@ -24,7 +24,7 @@ Train = Callable[[Case, nn.Module, torch.optim.Optimizer, "DataLoader[Any]", Pat
 
 
 class LossLog:
-    """Keeps the loss of a hand-written loop: each step's on CPU, on a GPU a mean now and then, so that it never waits."""
+    """The loss log of a hand-written loop: every step on CPU; on a GPU a mean now and then, so that it rarely waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.losses: list[float] = []
@@ -45,7 +45,7 @@ class LossLog:
 def bare_loop(
     case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path
 ) -> None:
-    """The loop anyone would write, with a page-locked loader, copies that do not wait and the loss read now and then."""
+    """The loop anyone would write, with the best plain habits: page-locked batches and copies that do not wait."""
     log = LossLog(case.device)
     model.train()
     for host_batch in loader:
@@ -60,7 +60,7 @@ def bare_loop(
 def frameworm(
     case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path
 ) -> None:
-    """The engine as it comes: every step recorded, run folder, checkpoints, progress line (plain lines: no terminal)."""
+    """The engine as it comes: steps recorded, run folder, checkpoints, progress line (plain: there is no terminal)."""
     from frameworm import GPUConfig, Trainer
 
     gpu = GPUConfig(device=case.device.type, mixed_precision="off", tf32=False)

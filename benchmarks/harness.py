@@ -139,7 +139,7 @@ def paired(
 
 
 def bootstrap_median(values: Sequence[float], resamples: int = RESAMPLES) -> Interval:
-    """The median and its 95% interval, by drawing the values anew with replacement; the same values, the same result."""
+    """The median and its 95% interval, by drawing the values anew with replacement from a fixed seed."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
     cut = round(0.025 * resamples)

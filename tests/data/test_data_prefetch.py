@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from frameworm.data import prefetch
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of, move_batch
 from frameworm.errors import DeviceError
@@ -209,7 +210,8 @@ def test_the_caller_reads_only_what_has_arrived() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_copies_leave_the_callers_stream_and_pinned_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_large_batches_leave_the_callers_stream_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
     calls: list[tuple[bool, bool]] = []
     original = torch.Tensor.to
 
@@ -219,9 +221,11 @@ def test_copies_leave_the_callers_stream_and_pinned_ones_do_not_wait(monkeypatch
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", recorded)
-    batches = [(torch.ones(4).pin_memory(), torch.ones(4))]
-    next(iter(CudaDataLoader(batches, "cuda")))
-    assert calls == [(True, True), (True, False)]
+    size = 4 if small else prefetch.SMALL_BATCH_BYTES
+    batches = [(torch.ones(size).pin_memory(), torch.ones(size))]
+    moved = next(iter(CudaDataLoader(batches, "cuda")))
+    assert calls == [(not small, True)] * 2
+    assert all(float(tensor.sum()) == size for tensor in moved)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from frameworm.errors import TrainingInterruptedError
 from frameworm.records.schema import EpochRecord, StepRecord
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -29,7 +30,8 @@ pytestmark = [
 def _repeatable() -> Any:
     yield
     torch.use_deterministic_algorithms(False)
-    torch.cuda.set_sync_debug_mode("default")
+    if torch.cuda.get_sync_debug_mode():
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _loader(samples: int = 64, batch_size: int = 8) -> OptimizedDataLoader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -27,15 +28,17 @@ from workbench import classification, make_optimizer, mlp
 from frameworm import Trainer
 from frameworm.distributed import DDPTrainer, setup_ddp
 from frameworm.launch.environment import derived_port
+from frameworm.records.writer import read_steps
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TINY = (
-    "data.limit=100",  # the last step is short, and its halves are as unequal as they can be
+    "data.limit=101",  # the last step is short, and its halves are unequal
     "model.d_model=16",
     "model.n_heads=2",
     "model.num_layers=1",
     "model.dim_feedforward=32",
-    "training.epochs=2",
+    "model.max_seq_len=16",
+    "training.epochs=4",
     "training.global_batch=32",
 )
 
@@ -48,7 +51,7 @@ class Started:
         self._cache = str(data_cache_dir)
         self._processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *command: str | Path, **variables: object) -> None:
+    def start(self, *command: str | Path, **variables: object) -> subprocess.Popen[str]:
         added = {"FRAMEWORM_DATA_CACHE_DIR": self._cache, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
         self._processes.append(
             subprocess.Popen(
@@ -62,6 +65,7 @@ class Started:
                 start_new_session=True,
             )
         )
+        return self._processes[-1]
 
     def ends(self, timeout_s: float = 90) -> list[tuple[int, str, str]]:
         """Exit code and output of each, in the order of their starts."""
@@ -127,6 +131,22 @@ def _srun(started: Started) -> None:
         started.start(*_train("srun"), "--distributed", **step, SLURM_PROCID=task, SLURM_LOCALID=task)
 
 
+def _interrupted(started: Started) -> None:
+    """Ctrl-C after the first steps, then the same command again."""
+    command = [*_train("interrupted"), "--set", "checkpoint.every_steps=1", "--distributed", "--nproc-per-node", "2"]
+    process = started.start(*command)
+    deadline = time.monotonic() + 60
+    while not (started.folder / "interrupted" / "steps-rank0.jsonl").exists() and process.poll() is None:
+        assert time.monotonic() < deadline, "no step within a minute"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    ((code, stdout, stderr),) = started.ends()
+    assert code == 130, stderr
+    assert "quickstart · interrupted" in stdout
+    assert stderr.count("resume with: frameworm train") == 1
+    started.start(*command, "--resume", "auto")
+
+
 def _job_with_a_free_port() -> int:
     while True:
         job = random.randrange(1, 100_000)
@@ -142,7 +162,7 @@ def _job_with_a_free_port() -> int:
 @pytest.mark.timeout(300)
 def test_all_launch_forms_train_the_same_model(started: Started) -> None:
     losses: dict[str, dict[str, float]] = {}
-    for form in (_alone, _own_launcher, _torchrun, _once_per_node, _srun):
+    for form in (_alone, _own_launcher, _torchrun, _once_per_node, _srun, _interrupted):
         name = form.__name__[1:]
         form(started)
         ends = started.ends()
@@ -158,16 +178,13 @@ def test_all_launch_forms_train_the_same_model(started: Started) -> None:
             "global": 32,
         }
         assert summary["strategy"] == ("single" if name == "alone" else "ddp")
-        steps = [json.loads(line) for file in _step_files(started.folder / name) for line in file.open()]
-        assert len(steps) == 8 * world_size
-        assert sum(step["samples"] for step in steps) == 200, "every sample once per epoch"
+        files = sorted((started.folder / name).glob("steps-rank*.jsonl"))
+        steps = [step for file in files for step in read_steps(file)]
+        assert len(steps) == 16 * world_size
+        assert sum(step.samples for step in steps) == 404, "every sample once per epoch"
     together = losses["own_launcher"]
     for name, found in losses.items():
         assert found == pytest.approx(together, rel=1e-4 if name == "alone" else 1e-6), losses
-
-
-def _step_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("steps-rank*.jsonl"))
 
 
 def _data(job: int) -> DataLoader[Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
 
 from frameworm.errors import DeviceError
+
+# Crosses PCIe in some 20 microseconds, about what the host spends on ordering two streams.
+SMALL_BATCH_BYTES = 2**19
 
 
 def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool = True) -> Any:
@@ -17,10 +21,12 @@ def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool 
     Args:
         batch: Tensors in tuples, named tuples, lists, mappings (HF encodings too) or objects with `.to`.
         device: Where to.
-        non_blocking: Copy pinned tensors without waiting; others always wait.
+        non_blocking: Do not wait for copies from the host.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking and batch.is_pinned())
+        # From host to device this is safe for pageable memory too, which the driver reads before it returns; asking
+        # whether it is pinned would cost more than a small copy. The other way the values could be read too early.
+        return batch.to(device, non_blocking=non_blocking and (batch.is_cpu or batch.is_pinned()))
     if isinstance(batch, Mapping):
         moved = {key: move_batch(value, device, non_blocking) for key, value in batch.items()}
         if all(moved[key] is value for key, value in batch.items()):
@@ -85,7 +91,7 @@ class CudaDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cuda":
-            return self._ahead(iter(self.loader))
+            return self._to_gpu(iter(self.loader))
         if self.device.type == "cpu":
             return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in self.loader)
         return (move_batch(batch, self.device) for batch in self.loader)
@@ -97,6 +103,14 @@ class CudaDataLoader:
         if name == "loader" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def _to_gpu(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Small batches on the caller's own stream for as long as they are small, the rest ahead of time."""
+        for batch in batches:
+            if not _is_small(batch):
+                yield from self._ahead(chain([batch], batches))
+                return
+            yield move_batch(batch, self.device)
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._stream is None:
@@ -171,12 +185,19 @@ def _items(batch: Any) -> Iterator[Any]:
     return iter(batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,))
 
 
+def _is_small(batch: Any) -> bool:
+    """Whether a batch of a usual kind crosses to the device faster than a second stream can be kept in order."""
+    size = 0
+    for item in _items(batch):
+        if not isinstance(item, torch.Tensor):
+            return False
+        size += item.nbytes
+    return size <= SMALL_BATCH_BYTES
+
+
 def _lies_on_host(batch: Any) -> bool:
     """Whether this is a batch of a usual kind with nothing to move: far cheaper to see than to try."""
-    for item in _items(batch):
-        if not isinstance(item, torch.Tensor) or not item.is_cpu:
-            return False
-    return True
+    return all(isinstance(item, torch.Tensor) and item.is_cpu for item in _items(batch))
 
 
 def _hides_tensors(batch: Any) -> bool:

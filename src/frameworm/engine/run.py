@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,6 +43,22 @@ class Machine(NamedTuple):
     device: Literal["cpu", "cuda"]
     bf16: bool
     device_count: int
+
+
+class TokenisingNotice:
+    """Says that texts are being tokenised, and now and then how far that is; a cached data set says nothing."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Called by the data floor as it goes."""
+        now = monotonic()
+        if now >= self._next and done < total:
+            once = " (once: the result is cached)" if self._next == 0.0 else ""
+            log.info("tokenising: %d of %d%s", done, total, once)
+            self._next = now + self._every_s
 
 
 def look_at_machine(config: Config) -> Machine:
@@ -83,7 +100,7 @@ def run(
     """
     process = setup_ddp() if dist.is_initialized() else detect()
     config = resolve_here(config, process.world_size, resized=resume is not None)
-    workload = build_workload(config)
+    workload = build_workload(config, TokenisingNotice())
     optimizer = build_optimizer(workload.model, config)
     training = config.training
 
