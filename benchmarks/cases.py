@@ -164,7 +164,7 @@ def make_case(name: str) -> Case:
         )
     if name == "text-cpu":
         sizes = {"d_model": 64, "n_heads": 4, "num_layers": 2, "dim_feedforward": 128, "dropout": 0.0}
-        return _text_case(name, "cpu", 60, 64, vocabulary=2048, longest=64, **sizes)
+        return _text_case(name, "cpu", 30, 64, vocabulary=2048, longest=64, **sizes)
     if name == "ag_news":
         sizes = {"d_model": 128, "n_heads": 4, "num_layers": 2, "dim_feedforward": 256, "dropout": 0.1}
         return _text_case(name, "cuda", 300, 32, vocabulary=8192, longest=128, goal_ratio=1.01, **sizes)
