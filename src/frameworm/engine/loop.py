@@ -102,7 +102,9 @@ class TrainingLoop:
                 clock.mark(VALIDATION)
             count = result.count
             host_count, device_count = (None, count) if isinstance(count, torch.Tensor) else (count, None)
-            payload = (progress.step, progress.epoch + 1, group["lr"], batch, host_count)
+            # Numbers only: a batch kept until its step is read would hold device memory for many steps.
+            sizes = (batch.local_samples, batch.tokens, batch.padded_tokens)
+            payload = (progress.step, progress.epoch + 1, group["lr"], sizes, host_count)
             self._deliver(clock.end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count)))
             if save_every is not None and progress.step % save_every == 0:
                 self._deliver(clock.drain())
@@ -124,7 +126,7 @@ class TrainingLoop:
         """Turn measured steps into records and hand them to whoever listens."""
         progress = self.progress
         for timed in finished:
-            number, epoch, lr, batch, count = timed.payload
+            number, epoch, lr, (samples, tokens, padded_tokens), count = timed.payload
             loss, grad_norm, skipped, device_count = timed.values
             if count is None:
                 count = device_count
@@ -141,10 +143,10 @@ class TrainingLoop:
                     timed.step_s,
                     loss if count else None,
                     float(lr),
-                    batch.local_samples,
+                    samples,
                     count,
-                    batch.tokens,
-                    batch.padded_tokens,
+                    tokens,
+                    padded_tokens,
                     grad_norm,
                     None if skipped is None else skipped != 0,
                     phases,

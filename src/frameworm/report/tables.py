@@ -174,7 +174,7 @@ def memory_text(record: RunRecord) -> str:
         text += f" of {data_size(memory.total_bytes)} ({share(memory.peak_bytes / memory.total_bytes)})"
     if memory.reserved_bytes is not None:
         text += f", reserved {data_size(memory.reserved_bytes)}"
-    if memory.host_peak_bytes is not None:
+    if memory.host_peak_bytes not in (None, memory.peak_bytes):  # on CPU they are the same
         text += f", host peak {data_size(memory.host_peak_bytes)}"
     return text
 
