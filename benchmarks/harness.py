@@ -177,10 +177,12 @@ def device_word(device: torch.device) -> str:
     return "-".join(torch.cuda.get_device_name(device).lower().split())
 
 
-def write_results(name: str, device: torch.device, settings: dict[str, Any], results: dict[str, Any]) -> Path:
-    """Write benchmarks/results/<name>-<device>.json: where it was measured, with what settings, and what came out."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{device_word(device)}.json"
+def write_results(
+    name: str, device: torch.device, settings: dict[str, Any], results: dict[str, Any], folder: Path = RESULTS
+) -> Path:
+    """Write <folder>/<name>-<device>.json: where it was measured, with what settings, and what came out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{device_word(device)}.json"
     document = {
         "benchmark": name,
         "environment": environment_fingerprint(device),

@@ -31,6 +31,7 @@ import torch
 from cases import CPU_CASES, GPU_CASES, Case, make_case
 from contenders import BASELINE, CONTENDERS, Train, hush_peers, missing_package
 from harness import (
+    RESULTS,
     Measured,
     Sample,
     TimedBatches,
@@ -171,7 +172,7 @@ def main() -> int:
         results[name] = run_case(case, names, arguments.rounds, arguments.steps or case.steps)
     on_gpu = any(item["device"] == "cuda" for item in results.values())
     settings = {"rounds": arguments.rounds, "threads": arguments.threads, "same_loss": SAME_LOSS, "precision": "fp32"}
-    path = write_results("overhead", torch.device("cuda" if on_gpu else "cpu"), settings, results)
+    path = write_results("overhead", torch.device("cuda" if on_gpu else "cpu"), settings, results, arguments.out)
     print(f"\nwritten to {path}")
     different = [
         f"{case}: {name}"
@@ -192,6 +193,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--steps", type=int, default=None, help="steps of a block; each case has its own default")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and set(arguments.cases) & set(GPU_CASES):
         parser.error(f"{', '.join(GPU_CASES)} need a CUDA device, and torch finds none")

@@ -189,14 +189,20 @@ class MemoryConfig(Section):
         default="off", description="Recompute activations in backward to save memory."
     )
     max_memory_percent: float = Field(
-        default=85.0, gt=0, le=100, description="Share of memory beyond which a run is unsafe."
+        default=85.0, gt=0, le=100, description="Share of memory beyond which a run is unsafe; no effect yet."
     )
     gc_threshold: float = Field(
-        default=70.0, ge=0, le=100, description="Share of memory at which garbage is collected."
+        default=70.0, ge=0, le=100, description="Share of memory at which garbage is collected; no effect yet."
     )
-    monitoring_interval: float = Field(default=30.0, gt=0, description="Seconds between two looks at the memory.")
-    enable_automatic_gc: bool = Field(default=True, description="Collect garbage between steps instead of at random.")
-    cache_size_limit: int = Field(default=2**30, ge=0, description="Bytes of device cache kept between steps.")
+    monitoring_interval: float = Field(
+        default=30.0, gt=0, description="Seconds between two looks at the memory; no effect yet."
+    )
+    enable_automatic_gc: bool = Field(
+        default=True, description="Let Python's collector look only at what training makes."
+    )
+    cache_size_limit: int = Field(
+        default=2**30, ge=0, description="Bytes of device cache kept between steps; no effect yet."
+    )
 
 
 class ParallelConfig(Section):

@@ -19,6 +19,7 @@ from frameworm.data.steps import StepSource, close_loader
 from frameworm.engine.checkpoint import CheckpointStore, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
+from frameworm.engine.garbage import settled_heap
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
@@ -161,7 +162,7 @@ class TrainingSession:
         output.write_config(dump_config(self._job.config))
         status = "failed"
         try:
-            with self._request:
+            with self._request, settled_heap(self._job.config.memory.enable_automatic_gc):
                 self._events.on_run_start(self.record)
                 status = self._loop.run()
                 self._save()

@@ -20,15 +20,35 @@ from frameworm.records.schema import (
 )
 from frameworm.records.statistics import StepAggregate
 
+GROUP_STEPS = 64
+
 
 class Tally(Listener):
-    """Listens to every step of this rank and keeps the figures of the run."""
+    """Listens to every step of this rank and keeps the figures of the run.
+
+    Steps are summed up many at a time: after each step of a model, the code and data for it would have left the
+    processor's caches, and summing would cost several times as much.
+    """
 
     def __init__(self) -> None:
-        self.aggregate = StepAggregate()
+        self._aggregate = StepAggregate()
+        self._waiting: list[StepRecord] = []
+
+    @property
+    def aggregate(self) -> StepAggregate:
+        """The figures of all steps so far."""
+        self._sum_up()
+        return self._aggregate
 
     def on_step(self, step: StepRecord) -> None:
-        self.aggregate.add(step)
+        self._waiting.append(step)
+        if len(self._waiting) >= GROUP_STEPS:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for step in self._waiting:
+            self._aggregate.add(step)
+        self._waiting.clear()
 
 
 def fill_record(

@@ -209,9 +209,11 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
     host does not explain is the transfer.
     """
     phases: dict[str, float] = {}
+    step_s = 0.0
     last = step.begin
     for name, event in step.marks:
         elapsed_s = last.elapsed_time(event) * 1e-3
+        step_s += elapsed_s
         if name == DATA_WAIT:
             wait_s = min(elapsed_s, step.host_wait_s)
             other_s = min(elapsed_s - wait_s, step.host_other_s)
@@ -220,7 +222,7 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
             elapsed_s = wait_s
         phases[name] = phases.get(name, 0.0) + elapsed_s
         last = event
-    return step.begin.elapsed_time(last) * 1e-3, phases
+    return step_s, phases
 
 
 def make_clock(device: torch.device) -> StepClock:

@@ -129,7 +129,8 @@ class JsonLinesWriter(Listener):
             wanted = self._flushes_wanted
             while self._pending:
                 self._write_group()
-                time.sleep(GROUP_PAUSE_S)
+                if self._flushes_wanted == self._flushes_done:  # a caller of `flush` waits, and needs no pause
+                    time.sleep(GROUP_PAUSE_S)
             with self._flushed:
                 self._flushes_done = wanted
                 self._flushed.notify_all()
