@@ -87,6 +87,8 @@ class TrainingLoop:
             reason = self._agreement.stop_before(progress.step + 1)
             if reason is not None:
                 return reason
+            if progress.step_in_epoch + 1 == length or progress.step + 1 == self._limits.max_steps:
+                clock.divide()  # validation follows, and is a phase of its own
             clock.mark(OTHER)  # what listeners made of the last step is no wait for data
             batch = next(steps, None)
             clock.mark(DATA_WAIT)

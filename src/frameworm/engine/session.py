@@ -84,7 +84,7 @@ class TrainingSession:
         update = Update(
             job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
         )
-        clock = make_clock(job.strategy.device)
+        self._clock = clock = make_clock(job.strategy.device)
         step = TrainStep(job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock)
         self._state = TrainingState(
             job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
@@ -262,7 +262,7 @@ class TrainingSession:
         )
         problem = None if self._store is None else self._store.problem
         writer_notes = self._output.close()
-        self.record.notes = flatten_notes(self._notes, self._events.notes, writer_notes, [problem])
+        self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, [problem])
         if self._rank == 0:
             self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         self._events.on_run_end(self.record)

@@ -2,7 +2,8 @@
 
 On CPU a clock is read at each border between two phases. On a GPU an event is put into the stream there and read some
 steps later, when it is long done; the gap before the first event of a step is the wait for data that the device really
-felt, however far ahead the host is.
+felt, however far ahead the host is. Putting an event there is not free: where steps are short, every step's time is
+measured, but only one step in a few is divided into phases.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ GROUP_STEPS = 8
 GROUPS_IN_FLIGHT = 2
 # How many steps the host can be ahead of the device: groups in flight, one group being filled, the current step.
 MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
+# An event costs the host 2 to 15 microseconds: four per step are well below 1% of a step this long.
+SHORT_STEP_S = 0.02
+DIVIDE_EVERY = 8
 
 
 class Timed:
@@ -45,6 +49,13 @@ class StepClock(Protocol):
 
     max_steps_ahead: int
 
+    @property
+    def note(self) -> str | None:
+        """What the summary has to say about how phases were measured, if anything."""
+
+    def divide(self) -> None:
+        """Divide the coming step into phases for certain."""
+
     def start(self) -> None:
         """Begin measuring now: what came before belongs to no step."""
 
@@ -62,10 +73,14 @@ class HostClock:
     """Phases by the host's clock, for training on CPU."""
 
     max_steps_ahead = 1
+    note = None
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
         self._last = self._begin = perf_counter()
+
+    def divide(self) -> None:
+        """Nothing: every step is divided."""
 
     def start(self) -> None:
         self._phases = {}
@@ -94,10 +109,11 @@ class HostClock:
 class _Pending:
     """A step whose events are still on the device; the last mark is its end and the next step's beginning."""
 
-    __slots__ = ("begin", "host_other_s", "host_wait_s", "marks", "payload", "scalars")
+    __slots__ = ("begin", "divided", "host_other_s", "host_wait_s", "marks", "payload", "scalars")
 
     def __init__(self, begin: torch.cuda.Event) -> None:
         self.begin = begin
+        self.divided = True
         self.marks: list[tuple[str, torch.cuda.Event]] = []
         self.host_other_s = 0.0
         self.host_wait_s = 0.0
@@ -137,7 +153,21 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._filling: list[_Pending] = []
         self._groups: deque[_Group] = deque()
+        self._divides = True
+        self._short = False
+        self._undivided = 0
+        self._steps = 0
         self.start()
+
+    @property
+    def note(self) -> str | None:
+        """Said when some steps were measured as a whole only."""
+        if not self._undivided:
+            return None
+        return f"steps are short: phases were measured in one of {DIVIDE_EVERY} steps, the time of a step in all"
+
+    def divide(self) -> None:
+        self._divides = True
 
     def _event(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -151,6 +181,10 @@ class CudaClock:
         self._last_host = perf_counter()
 
     def mark(self, name: str) -> None:
+        if not self._divides:
+            if name != CHECKPOINT:
+                return
+            self._divides = True  # rare and long, and the first thing in its step
         current = self._current
         now = perf_counter()
         if name == OTHER and not current.marks:
@@ -167,6 +201,10 @@ class CudaClock:
         current = self._current
         if not current.marks:
             current.marks.append((OTHER, self._event()))
+        current.divided = self._divides
+        self._undivided += not self._divides
+        self._steps += 1
+        self._divides = not self._short or self._steps % DIVIDE_EVERY == 0
         current.payload = payload
         current.scalars = scalars
         self._filling.append(current)
@@ -199,6 +237,7 @@ class CudaClock:
             # The last event is the next step's beginning, which that step gives back.
             self._free.append(step.begin)
             self._free.extend(event for _, event in step.marks[:-1])
+        self._short = min(item.step_s for item in timed) < SHORT_STEP_S
         return timed
 
 
@@ -222,7 +261,7 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
             elapsed_s = wait_s
         phases[name] = phases.get(name, 0.0) + elapsed_s
         last = event
-    return step_s, phases
+    return step_s, phases if step.divided else {}
 
 
 def make_clock(device: torch.device) -> StepClock:

@@ -40,7 +40,7 @@ class ProgressLine(Listener):
         self._every_s = REDRAW_S if self._live else PLAIN_EVERY_S
         self._loss: float | None = None
         self._samples = 0
-        self._time_s = self._wait_s = 0.0
+        self._time_s = self._divided_s = self._wait_s = 0.0
         self._next = 0.0
         self._began = 0.0
 
@@ -58,7 +58,9 @@ class ProgressLine(Listener):
             self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
         self._samples += step.samples
         self._time_s += step.step_s
-        self._wait_s += step.phases.get("data_wait", 0.0)
+        if step.phases:  # short steps on a GPU are not all divided
+            self._divided_s += step.step_s
+            self._wait_s += step.phases.get("data_wait", 0.0)
         now = monotonic()
         if now >= self._next:
             self._next = now + self._every_s
@@ -83,9 +85,9 @@ class ProgressLine(Listener):
 
     def _draw(self, step: int, epoch: int) -> None:
         rate = self._samples * self._world_size / self._time_s if self._time_s > 0 else 0.0
-        waiting = self._wait_s / self._time_s if self._time_s > 0 else 0.0
+        waiting = self._wait_s / self._divided_s if self._divided_s > 0 else 0.0
         self._samples = 0
-        self._time_s = self._wait_s = 0.0
+        self._time_s = self._divided_s = self._wait_s = 0.0
         loss = "unknown" if self._loss is None or not math.isfinite(self._loss) else f"{self._loss:.4f}"
         text = f"loss {loss}  {rate:,.0f} samples/s  {waiting:.0%} waiting for data"
         if self._live is not None:

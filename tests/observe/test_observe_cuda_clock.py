@@ -1,0 +1,140 @@
+"""The logic of the CUDA clock, on events that a test moves by hand; `pytest -m gpu` checks it on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from frameworm.observe import phases
+from frameworm.observe.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA_WAIT,
+    DIVIDE_EVERY,
+    FORWARD,
+    GROUP_STEPS,
+    OPTIMIZER,
+    OTHER,
+    TRANSFER,
+    VALIDATION,
+    CudaClock,
+    Timed,
+)
+
+
+class Device:
+    """A device and a host whose clocks a test sets."""
+
+    def __init__(self) -> None:
+        self.device_s = 0.0
+        self.host_s = 0.0
+        self.recorded = 0
+
+    def work(self, seconds: float, host_s: float | None = None) -> None:
+        self.device_s += seconds
+        self.host_s += seconds if host_s is None else host_s
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.at = 0.0
+
+        def record(self, stream: Any = None) -> None:
+            self.at = made.device_s
+            made.recorded += 1
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) * 1e3
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(phases, "perf_counter", lambda: made.host_s)
+    return made
+
+
+def _step(clock: CudaClock, device: Device, number: int, scale: float, **extra: float) -> list[Timed]:
+    clock.mark(OTHER)
+    device.work(0.002 * scale)
+    clock.mark(DATA_WAIT)
+    device.work(0.003 * scale)
+    clock.mark(FORWARD)
+    device.work(0.004 * scale)
+    clock.mark(BACKWARD)
+    device.work(0.001 * scale)
+    clock.mark(OPTIMIZER)
+    if "validation" in extra:
+        clock.mark(OTHER)
+        device.work(extra["validation"])
+        clock.mark(VALIDATION)
+    return clock.end_step(number, ())
+
+
+def test_long_steps_are_all_divided(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = [item for number in range(40) for item in _step(clock, device, number, 10.0)] + clock.drain()
+    assert [item.payload for item in timed] == list(range(40))
+    for item in timed:
+        assert item.step_s == pytest.approx(0.1)
+        assert sum(item.phases.values()) == pytest.approx(0.1)
+        assert item.phases[FORWARD] == pytest.approx(0.03)
+        assert item.phases[DATA_WAIT] == pytest.approx(0.02)
+    assert clock.note is None
+
+
+def test_short_steps_are_measured_whole_and_divided_now_and_then(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = [item for number in range(80) for item in _step(clock, device, number, 0.5)] + clock.drain()
+    assert [item.payload for item in timed] == list(range(80))
+    assert all(item.step_s == pytest.approx(0.005) for item in timed)
+    divided = [item for item in timed if item.phases]
+    later = [item for item in divided if item.payload >= GROUP_STEPS]
+    assert [item.payload % DIVIDE_EVERY for item in later] == [0] * len(later)
+    assert len(later) == (80 - GROUP_STEPS) // DIVIDE_EVERY
+    assert all(item.phases[BACKWARD] == pytest.approx(0.002) for item in divided)
+    assert device.recorded < 80 * 2
+    assert clock.note is not None
+
+
+def test_checkpoints_and_validation_are_seen_in_short_steps_too(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = [item for number in range(27) for item in _step(clock, device, number, 0.5)]
+    device.work(0.25)
+    clock.mark(CHECKPOINT)
+    timed += _step(clock, device, 27, 0.5)
+    timed += _step(clock, device, 28, 0.5)
+    clock.divide()
+    timed += _step(clock, device, 29, 0.5, validation=0.5)
+    timed += clock.drain()
+    assert timed[27].phases[CHECKPOINT] == pytest.approx(0.25)
+    assert timed[27].step_s == pytest.approx(0.255)
+    assert timed[28].phases == {}
+    assert timed[29].phases[VALIDATION] == pytest.approx(0.5)
+    for item in timed:
+        if item.phases:
+            assert sum(item.phases.values()) == pytest.approx(item.step_s)
+
+
+def test_a_gap_the_host_does_not_explain_is_the_transfer(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    device.work(0.0, host_s=0.004)
+    clock.mark(OTHER)
+    device.work(0.1, host_s=0.03)
+    clock.mark(DATA_WAIT)
+    clock.mark(FORWARD)
+    clock.end_step(0, ())
+    (timed,) = clock.drain()
+    assert timed.phases[DATA_WAIT] == pytest.approx(0.03)
+    assert timed.phases[OTHER] == pytest.approx(0.004)
+    assert timed.phases[TRANSFER] == pytest.approx(0.066)
