@@ -215,7 +215,7 @@ def test_tokens_of_a_step() -> None:
     assert (last.samples, last.tokens, last.padded_tokens) == ([2], 11, 16)
     # A filler is computed on but holds no tokens of its own.
     filler = create(Texts([3, 9, 17, 1, 5]), 2, shuffle=False)
-    filler.shard(0, 2)
+    filler.shard(1, 2)
     assert filler.step_shape(1) == ([0], 1, 0, 8)
 
 

@@ -120,24 +120,24 @@ def test_without_shuffle_the_order_is_the_data_sets() -> None:
 
 
 def test_a_filler_repeats_the_steps_first_sample_and_counts_nothing() -> None:
-    # The last step has 2 samples for 4 ranks: ranks 0 and 2 get none.
+    # The last step has 2 samples for 4 ranks: ranks 1 and 3 get none. Rank 0, whose buffers count, never goes without.
     split = ranks(10, 8, 2, 4, shuffle=False)
-    assert [sampler.shape(1).samples for sampler in split] == [[0], [1], [0], [1]]
-    assert [sampler.indices(1)[0].tolist() for sampler in split] == [[8], [8], [8], [9]]
+    assert [sampler.shape(1).samples for sampler in split] == [[1], [0], [1], [0]]
+    assert [sampler.indices(1)[0].tolist() for sampler in split] == [[8], [8], [9], [8]]
     assert [len(list(sampler)) for sampler in split] == [2, 2, 2, 2]
 
 
 def test_ranks_run_equally_many_micro_batches_when_shares_differ() -> None:
     split = ranks(10, 10, 2, 4)
-    assert [sampler.shape(0).samples for sampler in split] == [[1, 1], [2, 1], [1, 1], [2, 1]]
+    assert [sampler.shape(0).samples for sampler in split] == [[2, 1], [1, 1], [2, 1], [1, 1]]
 
 
 def test_evaluation_counts_every_sample_once_without_fillers() -> None:
     split = ranks(10, 8, 2, 4, shuffle=False, fill_empty=False)
     drawn = [index for sampler in split for batch in sampler for index in batch]
     assert sorted(drawn) == list(range(10))
-    assert [sampler.shape(1).samples for sampler in split] == [[], [1], [], [1]]
-    assert [len(sampler) for sampler in split] == [1, 2, 1, 2]
+    assert [sampler.shape(1).samples for sampler in split] == [[1], [], [1], []]
+    assert [len(sampler) for sampler in split] == [2, 1, 2, 1]
 
 
 def test_the_next_epoch_can_be_set_while_an_iteration_runs() -> None:
