@@ -49,6 +49,15 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
             "rank 2: ended with exit code 3",
             3,
         ),
+        # A peer that fell over the broken connection ended first, and the launcher stopped the cause on its way out.
+        (
+            [
+                WorkerFailure(0, 1, 10.9, message="RuntimeError: lost", time=10.4, consequence=True),
+                WorkerFailure(1, -15, 10.9, message="no data", meant_to_exit=2, time=10.5, stopped_by_launcher=True),
+            ],
+            "rank 1: no data",
+            2,
+        ),
         # All were told to stop and saved: the message and code of that.
         ([WorkerFailure(0, 75, 10.9), WorkerFailure(1, 75, 10.9)], None, 75),
         ([WorkerFailure(0, 75, 10.9, message="saved", time=11, consequence=True)], "rank 0: saved", 75),

@@ -46,6 +46,7 @@ class WorkerFailure:
     observed: float  # time at which the launcher saw it
     stopped_by_launcher: bool = False  # it was still running when the launcher stopped the others
     message: str | None = None  # what the worker wrote down itself
+    meant_to_exit: int | None = None  # the code it was about to end with, had the launcher not stopped it before
     trace: str | None = None  # its traceback, where the worker did not print that itself
     time: float | None = None
     consequence: bool = False  # of the kind that another rank's failure causes
@@ -109,6 +110,7 @@ class _WorkerErrorHandler(ErrorHandler):
                     "timestamp": str(int(now)),
                     "time": now,
                     "consequence": is_consequence(e),
+                    "exit_code": _exit_code(e),
                     "trace": callstack if is_consequence(e) and not ours else None,
                 },
             }
@@ -149,6 +151,7 @@ def worker_failure(
         stopped_by_launcher=stopped_by_launcher,
         message=text,
         trace=extra.get("trace"),
+        meant_to_exit=extra.get("exit_code"),
         time=None if written is None else float(written),
         consequence=bool(extra.get("consequence", False)),
     )
@@ -167,7 +170,8 @@ def first_cause(failures: Iterable[WorkerFailure]) -> FirstCause:
             text += "; the usual reason is that the machine ran out of memory"
     else:
         text = f"ended with exit code {first.exit_code}"
-    return FirstCause(f"rank {first.rank}: {text}", first.exit_code if first.exit_code > 0 else 1, first.trace)
+    code = first.exit_code if first.meant_to_exit is None else first.meant_to_exit
+    return FirstCause(f"rank {first.rank}: {text}", code if code > 0 else 1, first.trace)
 
 
 def _precedence(failure: WorkerFailure) -> tuple[bool, bool, float, int]:
