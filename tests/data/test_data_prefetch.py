@@ -239,3 +239,17 @@ def test_a_pinning_loader_feeds_the_gpu() -> None:
         total = sum(batch.sum() for batch in CudaDataLoader(inner, "cuda"))
     stream.synchronize()
     assert float(total) == 45
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "list", "tensor"])
+def test_a_small_batch_keeps_its_kind(kind: str) -> None:
+    tensor = torch.arange(3.0)
+    batch: Any = {"dict": {"a": tensor, "b": tensor}, "tuple": (tensor, tensor), "list": [tensor], "tensor": tensor}[
+        kind
+    ]
+    assert prefetch._is_small(batch)
+    moved = prefetch._copied(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert all(item.device.type == "meta" and item.shape == (3,) for item in prefetch.tensors_in(moved))
+    assert not prefetch._is_small((tensor, "text"))
+    assert not prefetch._is_small(torch.empty(prefetch.SMALL_BATCH_BYTES, device="meta"))

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameworm.errors import DataError
+from frameworm.records.atomic import replacing
 
 _INDEX = "index.json"
 _FILES = ("tokens.bin", "offsets.npy", "labels.npy")
@@ -90,7 +91,8 @@ class TokenCache:
         # Without the note the next start reads the files again, which is no reason to fail.
         with contextlib.suppress(OSError), self.lock("index"):
             index = {**self._read_index(), seen.hexdigest(): content}
-            write_atomically(self.folder / _INDEX, json.dumps(index, indent=0).encode())
+            with replacing(self.folder / _INDEX) as file:
+                file.write(json.dumps(index, indent=0).encode())
         return content
 
     def get(self, key: str) -> TokenStore | None:
@@ -233,17 +235,3 @@ def open_store(folder: Path) -> TokenStore:
     if len(tokens) != meta["tokens"] or len(offsets) != meta["samples"] + 1 or len(labels) not in (0, meta["samples"]):
         raise ValueError(f"{folder}: meta.json and the arrays disagree")
     return TokenStore(folder, tokens, offsets, labels, meta)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that readers see the old one or the new one, never a part."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"tmp-{path.name}-", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise

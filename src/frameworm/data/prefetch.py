@@ -110,7 +110,7 @@ class CudaDataLoader:
             if not _is_small(batch):
                 yield from self._ahead(chain([batch], batches))
                 return
-            yield move_batch(batch, self.device)
+            yield _copied(batch, self.device)
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._stream is None:
@@ -183,6 +183,16 @@ def _items(batch: Any) -> Iterator[Any]:
     """What a batch of a usual kind holds, or else the batch itself; looked at in every step, so it goes no deeper."""
     kind = type(batch)
     return iter(batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,))
+
+
+def _copied(batch: Any, device: torch.device) -> Any:
+    """A batch that `_is_small` has looked at, on the device: `move_batch` without its questions."""
+    kind = type(batch)
+    if kind is dict:
+        return {name: item.to(device, non_blocking=True) for name, item in batch.items()}
+    if kind is tuple or kind is list:
+        return kind(item.to(device, non_blocking=True) for item in batch)
+    return batch.to(device, non_blocking=True)
 
 
 def _is_small(batch: Any) -> bool:

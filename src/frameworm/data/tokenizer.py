@@ -20,8 +20,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from frameworm.data.cache import TokenCache, store_key, write_atomically
+from frameworm.data.cache import TokenCache, store_key
 from frameworm.errors import DataError
+from frameworm.records.atomic import replacing
 
 Kind = Literal["classifier", "gpt"]
 
@@ -192,7 +193,8 @@ def _trained(
                 found = cached()  # another process may have trained it while this one waited
                 if found is None:
                     backend = train_wordpiece(training_texts(), vocab_size)
-                    write_atomically(path, backend.to_str().encode())
+                    with replacing(path) as file:
+                        file.write(backend.to_str().encode())
                     found = SubwordTokenizer(backend)
     except OSError as error:
         raise DataError(
