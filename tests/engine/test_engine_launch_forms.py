@@ -263,6 +263,49 @@ def test_failure_of_one_rank_ends_all_and_is_named_last(cli: Callable[..., Any],
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
+def test_an_interrupt_before_the_first_step_ends_all_at_once(tmp_path: Path) -> None:
+    """One rank waits for another that never comes: Python's own handler would not run there."""
+    (tmp_path / "late_workload.py").write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "def build(config):\n"
+        "    rank = os.environ['RANK']\n"
+        "    Path(f'started-{rank}').touch()\n"
+        "    if rank == '1':\n"
+        "        time.sleep(300)\n"
+        "    import torch\n"
+        "    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))\n"
+        "    return torch.nn.Linear(4, 2), data, None\n"
+    )
+    (tmp_path / "late.yaml").write_text("name: late\nworkload: late_workload:build\ntraining: {global_batch: 4}\n")
+    command = [sys.executable, "-m", "frameworm", "train", "--config", "late.yaml"]
+    job = subprocess.Popen(
+        [*command, "--distributed", "--nproc-per-node", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / f"started-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.1)
+        time.sleep(2)  # rank 0 is on its way into the group
+        sent = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 130
+        assert time.monotonic() - sent < 20
+        assert "Traceback" not in stderr
+    finally:
+        from conftest import kill_tree
+
+        kill_tree(job.pid)
+
+
 if __name__ == "__main__":
     contexts = [
         torch.multiprocessing.spawn(train_rank, args=(2, job, sys.argv[1]), nprocs=2, join=False) for job in (1, 2)

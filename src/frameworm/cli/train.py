@@ -115,6 +115,11 @@ def _launch(config: Config, plan: LaunchPlan, *, resumes: bool) -> int:
 
 
 def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str | None, as_json: bool) -> int:
+    from frameworm.launch.environment import reported_by_launcher
+    from frameworm.launch.stopping import end_at_once_on_interrupt
+
+    if reported_by_launcher():
+        end_at_once_on_interrupt()
     from frameworm.engine.run import run
     from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
     from frameworm.launch.failures import worker_errors

@@ -24,6 +24,16 @@ _REASONS: dict[signal.Signals, StopReason] = {
 }
 
 
+def end_at_once_on_interrupt() -> None:
+    """Let SIGINT end this process right away until training begins and `StopRequest` takes over.
+
+    A worker that waits for the others in a library call would not get to Python's own handler, and there is nothing to
+    save yet.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class StopStore(Protocol):
     """The part of torch.distributed.Store that the agreement needs."""
 
