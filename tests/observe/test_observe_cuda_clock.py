@@ -107,6 +107,23 @@ def test_short_steps_are_measured_whole_and_divided_now_and_then(device: Device)
     assert clock.note is not None
 
 
+def test_a_transfer_is_seen_in_the_short_steps_that_are_divided(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = []
+    for number in range(40):
+        clock.mark(OTHER)
+        device.work(0.004, host_s=0.001)  # the device waits for the copy longer than the host for the batch
+        clock.mark(DATA_WAIT)
+        device.work(0.001)
+        clock.mark(FORWARD)
+        timed += clock.end_step(number, ())
+    divided = [item for item in timed + clock.drain() if item.phases]
+    assert len(divided) < 20
+    for item in divided:
+        assert item.phases[DATA_WAIT] == pytest.approx(0.001)
+        assert item.phases[TRANSFER] == pytest.approx(0.003)
+
+
 def test_checkpoints_and_validation_are_seen_in_short_steps_too(device: Device) -> None:
     clock = CudaClock(torch.device("cuda"))
     timed = [item for number in range(27) for item in _step(clock, device, number, 0.5)]

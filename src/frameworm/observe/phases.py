@@ -167,7 +167,9 @@ class CudaClock:
         return f"steps are short: phases were measured in one of {DIVIDE_EVERY} steps, the time of a step in all"
 
     def divide(self) -> None:
-        self._divides = True
+        if not self._divides:
+            self._divides = True
+            self._last_host = perf_counter()
 
     def _event(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -205,6 +207,8 @@ class CudaClock:
         self._undivided += not self._divides
         self._steps += 1
         self._divides = not self._short or self._steps % DIVIDE_EVERY == 0
+        if self._divides and not current.divided:
+            self._last_host = perf_counter()  # no mark has read the clock since the step before
         current.payload = payload
         current.scalars = scalars
         self._filling.append(current)
