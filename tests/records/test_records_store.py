@@ -6,6 +6,7 @@ import json
 import math
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -96,15 +97,22 @@ def test_an_unwritable_place_is_one_clear_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    try:
-        for out in (tmp_path, tmp_path / "new"):
-            with pytest.raises(RunFolderError, match="Permission denied"):
-                RunFolder.create(out, "run")
-    finally:
-        tmp_path.chmod(0o755)
+def test_a_folder_without_permission_is_refused() -> None:
+    # Not under tmp_path, whose parents are closed to the user that root becomes here: root may write anywhere.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o555)
+        was_root = os.geteuid() == 0
+        if was_root:
+            os.seteuid(65534)
+        try:
+            for out in (folder, folder / "new"):
+                with pytest.raises(RunFolderError, match="Permission denied"):
+                    RunFolder.create(out, "run")
+        finally:
+            if was_root:
+                os.seteuid(0)
+            folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a\0b"])

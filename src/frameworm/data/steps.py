@@ -69,11 +69,6 @@ class StepSource:
             most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
             self.steps_per_epoch = None if math.isinf(most) else int(most)
 
-    @property
-    def seekable(self) -> bool:
-        """Whether an epoch can begin anywhere without reading what comes before."""
-        return self._planned is not None
-
     def _count_steps(self) -> int | None:
         """Steps this rank's loader has in an epoch, or None when it does not say."""
         if self._planned is not None:

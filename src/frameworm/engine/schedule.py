@@ -86,8 +86,8 @@ class Schedule:
         """Nothing: epochs do not matter here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The peak rates, which a restored optimizer no longer shows."""
-        return {"peaks": self._peaks}
+        """Nothing: see `load_state_dict`."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore: peaks come from the config, the position from the step number."""

@@ -42,11 +42,6 @@ class ProcessInfo:
     master_port: int | None = None
     launcher: Launcher = "none"
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that writes and prints."""
-        return self.rank == 0
-
     def device_index(self, device_count: int) -> int:
         """Index of this process's GPU among the visible ones; SLURM may show each task only its own."""
         return 0 if self.launcher == "srun" and device_count == 1 else self.local_rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -76,6 +75,3 @@ def check_trainable(model: nn.Module) -> None:
             f"the model lies on several devices ({first_name} on {first}, {second_name} on {second}); "
             "put it on one device and choose a strategy (parallel.strategy) to spread it"
         )
-
-
-StrategyFactory = Callable[[torch.device, int, int], Strategy]

@@ -28,8 +28,6 @@ PHASES = (
     "other",
 )
 
-STATUSES = ("completed", "interrupted", "failed", "preempted")
-
 
 @dataclass(slots=True)
 class StepRecord:
