@@ -159,14 +159,42 @@ BAD_FILES = [
         "x.yaml:3: parallel.compression: compression int8 cannot be combined with strategy dp; "
         "use ddp, or compression: off",
     ),
-    # not in this version
-    ("data: {batching: packed}\n", "x.yaml:1: data.batching: packed is not in this version yet; use padded"),
-    ("gpu: {capture: step}\n", "x.yaml:1: gpu.capture: step is not in this version yet; use off"),
     (
-        "memory:\n  activation_checkpointing: full\n",
-        "x.yaml:2: memory.activation_checkpointing: full is not in this version yet; "
-        "use off, with a smaller training.micro_batch",
+        "memory: {checkpoint_modules: [Block]}\n",
+        "x.yaml:1: memory.checkpoint_modules: checkpoint_modules names modules to recompute and "
+        "activation_checkpointing is off; set full or selective",
     ),
+    (
+        "data: {batching: bucketed, shuffle: false}\n",
+        "x.yaml:1: data.batching: 'bucketed' puts the samples in an order of its own and shuffle is off; turn it on",
+    ),
+    (
+        "data: {balance: true, shuffle: off}\n",
+        "x.yaml:1: data.balance: true puts the samples in an order of its own and shuffle is off; turn it on",
+    ),
+    (
+        "data: {batching: bucketed, balance: true}\n",
+        "x.yaml:1: data.balance: bucketed steps differ in length by intent; leave balance off, or use packed",
+    ),
+    (
+        "data: {resident: true}\n",
+        "x.yaml:1: data.resident: the GPU puts packed batches together and batching is padded; use packed, or "
+        "resident: auto",
+    ),
+    (
+        "data: {resident: true, batching: packed}\ngpu: {device: cpu}\n",
+        "x.yaml:1: data.resident: true keeps the training set on a GPU and gpu.device is cpu; use auto",
+    ),
+    (
+        "data: {batching: packed}\nparallel: {strategy: dp}\n",
+        "x.yaml:1: data.batching: dp cuts batches apart by samples, which packed batches do not allow; use ddp, or "
+        "bucketed",
+    ),
+    (
+        "gpu: {capture: step, device: cpu}\n",
+        "x.yaml:1: gpu.capture: step records CUDA graphs and gpu.device is cpu; use off or auto",
+    ),
+    # not in this version
     ("parallel: {strategy: zero1}\n", "x.yaml:1: parallel.strategy: zero1 is not in this version yet; use ddp"),
     ("parallel: {compression: fp16}\n", "x.yaml:1: parallel.compression: fp16 is not in this version yet; use off"),
     ("observe: {trace: window}\n", "x.yaml:1: observe.trace: window is not in this version yet; use off"),

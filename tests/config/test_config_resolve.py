@@ -162,10 +162,51 @@ def test_what_is_given_is_kept() -> None:
     config = config_of(
         gpu={"device": "cpu", "mixed_precision": "fp16", "fused_optimizer": False},
         parallel={"strategy": "ddp", "backend": "gloo", "static_graph": True},
-        data={"pin_memory": True, "persistent_workers": False, "num_workers": 2},
+        data={
+            "pin_memory": True,
+            "persistent_workers": False,
+            "num_workers": 2,
+            "balance": True,
+            "resident": False,
+            "eval_batch": 7,
+        },
     )
     done = resolve(config, world_size=1, device="cuda", bf16=True)
     assert (done.gpu, done.parallel, done.data) == (config.gpu, config.parallel, config.data)
+
+
+@pytest.mark.parametrize(
+    ("data", "device", "balance", "resident"),
+    [
+        ({}, "cuda", False, False),
+        ({"batching": "bucketed"}, "cuda", False, False),
+        ({"batching": "packed"}, "cuda", True, "auto"),
+        ({"batching": "packed"}, "cpu", True, False),
+        ({"batching": "packed", "shuffle": False}, "cpu", False, False),
+        ({"batching": "packed", "resident": True, "balance": False}, "cuda", False, True),
+    ],
+)
+def test_batching_decides_balance_and_place(data: dict[str, Any], device: Any, balance: Any, resident: Any) -> None:
+    done = resolve(config_of(data=data), world_size=1, device=device, bf16=True)
+    assert (done.data.balance, done.data.resident) == (balance, resident)
+    again = resolve(done, world_size=1, device=device, bf16=True)
+    assert again.data == done.data
+
+
+def test_resident_data_needs_a_gpu() -> None:
+    config = config_of(data={"resident": True, "batching": "packed"})
+    with pytest.raises(DeviceError, match=r"^data\.resident: "):
+        resolve(config, world_size=1, device="cpu", bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("workload", "micro_batch", "expected"),
+    [("text_classifier", 32, 256), ("text_classifier", 512, 512), ("gpt", 8, 8), ("my.module:function", 8, 8)],
+)
+def test_validation_batches(workload: str, micro_batch: int, expected: int) -> None:
+    data = {"dataset": "text", "root": "texts"} if workload == "gpt" else {}
+    config = config_of(workload=workload, data=data, training={"micro_batch": micro_batch})  # type: ignore[arg-type]
+    assert resolve(config, world_size=1, device="cpu", bf16=False).data.eval_batch == expected
 
 
 def test_deterministic_turns_benchmarking_off() -> None:

@@ -32,7 +32,25 @@ SHIPPED: list[tuple[str, int, Literal["cpu", "cuda"], int, dict[str, Any]]] = [
     ("imdb_single_gpu", 1, "cuda", 32, LONG),
     ("imdb_ddp_4gpu", 4, "cuda", 32, LONG),
     ("gpt2_124m", 4, "cuda", 512, GPT2),
+    ("ag_news_single_gpu_fast", 1, "cuda", 32, SMALL),
+    ("ag_news_ddp_4gpu_20ep_fast", 4, "cuda", 32, SMALL),
+    ("ag_news_single_gpu_optimized_fast", 1, "cuda", 128, LARGE),
+    ("ag_news_ddp_4gpu_20ep_optimized_fast", 4, "cuda", 128, LARGE),
+    ("imdb_single_gpu_fast", 1, "cuda", 32, LONG),
+    ("imdb_ddp_4gpu_fast", 4, "cuda", 32, LONG),
+    ("gpt2_124m_fast", 1, "cuda", 512, GPT2),
 ]
+FAST = [name for name, *_ in SHIPPED if name.endswith("_fast")]
+
+# What may differ between a config and its fast twin: settings that change how fast a step is, not what it learns.
+SPEED_SETTINGS = {
+    "name",
+    "data.batching",
+    "data.resident",
+    "training.micro_batch",
+    "gpu.compile_model",
+    "gpu.capture",
+}
 
 
 def test_all_shipped_configs_are_known_here() -> None:
@@ -54,9 +72,37 @@ def test_shipped_config(
     done = resolve(config, world_size=world_size, device="cuda", bf16=True)
     assert done.gpu.device == device
     assert done.training.global_batch == global_batch
-    assert resolve(config, world_size=1, device="cpu", bf16=False).training.global_batch == global_batch
+    anywhere = load_config(file, ["gpu.capture=off"], environ={})
+    assert resolve(anywhere, world_size=1, device="cpu", bf16=False).training.global_batch == global_batch
     (tmp_path / "config.yaml").write_text(dump_config(done))
     assert load_config(tmp_path / "config.yaml", environ={}) == done
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_fast_config_differs_from_its_twin_in_speed_only(name: str) -> None:
+    fast, twin = (
+        _flat(load_config(ROOT / "configs" / f"{stem}.yaml", environ={}).model_dump())
+        for stem in (name, name.removesuffix("_fast"))
+    )
+    assert fast.keys() == twin.keys()
+    differing = {key for key in fast if fast[key] != twin[key]}
+    assert differing <= SPEED_SETTINGS
+    assert fast["gpu.compile_model"] is True
+    assert fast["gpu.mixed_precision"] == "auto"
+    assert fast["gpu.capture"] == ("off" if "ddp" in name else "step")
+    assert fast["data.batching"] == ("padded" if name.startswith("gpt2") else "packed")
+
+
+def test_every_config_for_a_gpu_has_a_fast_twin() -> None:
+    plain = {name for name, _, device, *_ in SHIPPED if device == "cuda"} - set(FAST)
+    assert {f"{name}_fast" for name in plain} == set(FAST)
 
 
 def test_the_20_epochs_are_20() -> None:

@@ -136,7 +136,7 @@ def test_progress_is_told(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(text_module, "_TEXTS_PER_CALL", 8)
     seen: list[tuple[int, int]] = []
     load_text_classification(config, max_seq_len=4, seed=0, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(8, 20), (16, 20), (20, 20)] * 2
+    assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)] * 2
 
 
 def test_broken_rows_leave_no_cache(config: DataConfig, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from frameworm.errors import ModelError
+from frameworm.models import gpt
 from frameworm.models.gpt import GPT
 
 
@@ -41,6 +43,40 @@ def test_loss_is_the_mean_over_targets(model: GPT) -> None:
     expected = F.cross_entropy(model(input_ids).transpose(1, 2), targets)
     assert torch.allclose(loss, expected)
     assert abs(loss.item() - math.log(30)) < 0.2
+
+
+def test_fused_loss_is_the_same() -> None:
+    def run(fused: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = GPT(vocab_size=30, d_model=16, n_heads=2, num_layers=2, max_seq_len=8, fused_loss=fused)
+        input_ids, targets = torch.randint(30, (2, 6)), torch.randint(30, (2, 6))
+        targets[0, 2] = -100
+        loss = model(input_ids, targets)
+        loss.backward()
+        return loss, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    (loss, gradients), (expected, others) = run(True), run(False)
+    assert torch.allclose(loss, expected, atol=1e-6)
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(("fused", "vocabulary", "expected"), [("auto", 8192, 0), (True, 30, 1), (False, 8192, 0)])
+def test_when_the_loss_is_fused(
+    monkeypatch: pytest.MonkeyPatch, fused: bool | Literal["auto"], vocabulary: int, expected: int
+) -> None:
+    calls = []
+
+    def count(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(args)
+        return torch.zeros(())
+
+    monkeypatch.setattr(gpt, "linear_cross_entropy", count)
+    model = GPT(vocabulary, d_model=4, n_heads=1, num_layers=1, max_seq_len=8, fused_loss=fused)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model(tokens, tokens)
+    assert len(calls) == expected
+    assert model(tokens).shape == (1, 8, vocabulary)
 
 
 def test_initial_weights_are_gpt2s() -> None:

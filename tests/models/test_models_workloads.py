@@ -59,6 +59,7 @@ def test_gpt_over_text(tmp_path: Path, data_cache_dir: Path) -> None:
     settings = config(data_cache_dir, workload="gpt", data={"dataset": "text", "root": str(tmp_path)})
     workload = build_workload(settings)
     assert isinstance(workload.model, GPT)
+    assert workload.model.token_embedding.num_embeddings == 320  # 257 bytes, up to a multiple of 64
     assert workload.model(**workload.train_data.__getitems__([0, 1])).shape == ()
     settings.model = GPTModelConfig(**TINY, vocab_size=300)
     padded = build_workload(settings).model
@@ -188,6 +189,45 @@ def test_init_from_another_model(data_cache_dir: Path, saved: Path) -> None:
     fails({"head.bias": None}, r"other\.safetensors lacks head\.bias")
     fails({"extra": torch.zeros(1)}, r"holds extra, which this model does not have")
     fails({"head.bias": torch.zeros(7)}, r"head\.bias has the shape \[7\] in .* and \[4\] in this model")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(257, True), (300, True), (320, True), (256, False), (321, False)])
+def test_init_from_with_another_padding(tmp_path: Path, data_cache_dir: Path, rows: int, fits: bool) -> None:
+    """Rows beyond the tokenizer's 257 are filling: weights with more or fewer of them are the same model's."""
+    (tmp_path / "a.txt").write_text("some words " * 50)
+    weights = GPT(rows, **TINY).state_dict()
+    save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / "weights.safetensors")
+    settings = config(
+        data_cache_dir,
+        workload="gpt",
+        model={**TINY, "init_from": str(tmp_path / "weights.safetensors")},
+        data={"dataset": "text", "root": str(tmp_path / "a.txt")},
+    )
+    if not fits:
+        with pytest.raises(CheckpointError, match=rf"token_embedding.weight has the shape \[{rows}, 8\]"):
+            build_workload(settings)
+        return
+    own = build_workload(settings).model.state_dict()
+    assert own["token_embedding.weight"].shape == (320, 8)
+    assert torch.equal(own["token_embedding.weight"][:rows], weights["token_embedding.weight"])
+    assert torch.equal(own["norm.weight"], weights["norm.weight"])
+
+
+def test_packed_needs_a_model_that_takes_it(module: Path, data_cache_dir: Path) -> None:
+    body = "from torch import nn\nclass Own(nn.Linear):\n    pass\ndef build(config):\n    return Own(2, 1), [1], [2]\n"
+    module.write_text(body)
+    settings = own()
+    settings.data.batching = "packed"
+    with pytest.raises(
+        ConfigError, match=r"data\.batching: Own does not take packed .*bucketed.*accepts_packed = True"
+    ):
+        build_workload(settings)
+    module.write_text(body.replace("pass", "accepts_packed = True"))
+    del sys.modules["own_workload"]
+    assert build_workload(settings).train_data == [1]
+    settings = config(data_cache_dir, workload="gpt", data={"dataset": "text", "root": "gone", "batching": "packed"})
+    with pytest.raises(ConfigError, match="GPT does not take packed batches"):
+        build_workload(settings)
 
 
 def test_init_from_no_such_file(data_cache_dir: Path, tmp_path: Path) -> None:

@@ -20,9 +20,6 @@ class NotYet(NamedTuple):
 
 
 NOT_YET: dict[str, NotYet] = {
-    "data.batching": NotYet(("bucketed", "packed"), "padded"),
-    "gpu.capture": NotYet(("step", "auto"), "off"),
-    "memory.activation_checkpointing": NotYet(("full", "selective"), "off, with a smaller training.micro_batch"),
     "parallel.strategy": NotYet(("zero1", "zero2", "zero3"), "ddp"),
     "parallel.compression": NotYet(("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"), "off"),
     "observe.trace": NotYet(("window",), "off"),
@@ -56,7 +53,14 @@ def check(config: Config) -> None:
 def find_problems(config: Config) -> list[Problem]:
     """All impossible combinations and values that are not there yet; at most one problem per key."""
     found: dict[KeyPath, Problem] = {}
-    for problem in (*_data(config), *_device(config), *_parallel(config), *_not_yet(config)):
+    for problem in (
+        *_data(config),
+        *_batching(config),
+        *_device(config),
+        *_parallel(config),
+        *_memory(config),
+        *_not_yet(config),
+    ):
         found.setdefault(problem.keys[0], problem)
     return list(found.values())
 
@@ -87,6 +91,26 @@ def _data(config: Config) -> Iterator[Problem]:
         yield Problem((key("data.root"),), text, at=(key("data.dataset"),))
 
 
+def _batching(config: Config) -> Iterator[Problem]:
+    data, batching = config.data, config.data.batching
+    if not data.shuffle and (batching == "bucketed" or data.balance is True):
+        name = "batching" if batching == "bucketed" else "balance"
+        text = f"{show(getattr(data, name))} puts the samples in an order of its own and shuffle is off; turn it on"
+        yield Problem((key(f"data.{name}"), key("data.shuffle")), text)
+    if batching == "bucketed" and data.balance is True:
+        text = "bucketed steps differ in length by intent; leave balance off, or use packed"
+        yield Problem((key("data.balance"), key("data.batching")), text)
+    if data.resident is True and batching != "packed":
+        text = f"the GPU puts packed batches together and batching is {batching}; use packed, or resident: auto"
+        yield Problem((key("data.resident"), key("data.batching")), text)
+    if data.resident is True and config.gpu.device == "cpu":
+        text = "true keeps the training set on a GPU and gpu.device is cpu; use auto"
+        yield Problem((key("data.resident"), key("gpu.device")), text)
+    if batching == "packed" and config.parallel.strategy == "dp":
+        text = "dp cuts batches apart by samples, which packed batches do not allow; use ddp, or bucketed"
+        yield Problem((key("data.batching"), key("parallel.strategy")), text)
+
+
 def _device(config: Config) -> Iterator[Problem]:
     if config.gpu.device == "cpu":
         if config.parallel.strategy == "dp":
@@ -98,6 +122,9 @@ def _device(config: Config) -> Iterator[Problem]:
         if config.gpu.device_ids is not None:
             text = "device_ids names GPUs and gpu.device is cpu; leave one of them out"
             yield Problem((key("gpu.device_ids"), key("gpu.device")), text)
+        if config.gpu.capture == "step":
+            text = "step records CUDA graphs and gpu.device is cpu; use off or auto"
+            yield Problem((key("gpu.capture"), key("gpu.device")), text)
     ids = config.gpu.device_ids
     if ids is not None and (not ids or len(set(ids)) != len(ids)):
         yield Problem((key("gpu.device_ids"),), f"expected each GPU once and at least one, got {ids}")
@@ -108,6 +135,14 @@ def _parallel(config: Config) -> Iterator[Problem]:
     if compression != "off" and strategy in NO_COMPRESSION:
         text = f"compression {compression} cannot be combined with strategy {strategy}; use ddp, or compression: off"
         yield Problem((key("parallel.compression"), key("parallel.strategy")), text)
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    if config.memory.checkpoint_modules and config.memory.activation_checkpointing == "off":
+        text = (
+            "checkpoint_modules names modules to recompute and activation_checkpointing is off; set full or selective"
+        )
+        yield Problem((key("memory.checkpoint_modules"),), text)
 
 
 def _not_yet(config: Config) -> Iterator[Problem]:

@@ -56,7 +56,14 @@ class GPTModelConfig(Section):
     max_seq_len: int = Field(default=1024, ge=2, description="Context length in tokens.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout after embeddings, attention and feed-forward.")
     vocab_size: Count | Auto = Field(
-        default="auto", description="Rows of the embedding; auto takes the tokenizer's size."
+        default="auto",
+        description="Rows of the embedding; auto takes the tokenizer's size, rounded up to a multiple of 64 for the "
+        "matrix units (the added rows are never targets).",
+    )
+    fused_loss: bool | Auto = Field(
+        default="auto",
+        description="Compute the loss a part of the tokens at a time, so that the logits are never held whole; auto: "
+        "on a GPU, from 8,192 words on.",
     )
     init_from: Annotated[str | None, OffNone] = Field(
         default=None, description="Safetensors file with weights to start from."

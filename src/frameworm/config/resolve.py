@@ -14,6 +14,7 @@ from frameworm.config.schema import Config, TrainingConfig
 from frameworm.errors import ConfigError, DeviceError
 
 DEFAULT_GLOBAL_BATCH = 32
+SMALLEST_EVAL_BATCH = 256
 
 GLOBAL_BATCH = key("training.global_batch")
 OTHER_BATCH_KEYS = tuple(key(f"training.{name}") for name in ("micro_batch", "batch_size", "accumulation"))
@@ -54,6 +55,8 @@ def resolve(
     check(config)
     if config.gpu.device == "cuda" and device == "cpu":
         raise DeviceError("gpu.device: cuda is asked for and no GPU can be used here; set gpu.device: auto or cpu")
+    if config.data.resident is True and device == "cpu":
+        raise DeviceError("data.resident: true keeps the training set on a GPU and none can be used here; use auto")
     chosen = device if config.gpu.device == "auto" else config.gpu.device
     problems = list(_world_problems(config, world_size, chosen))
     batch: Batch | None = None
@@ -71,6 +74,8 @@ def resolve(
             "mixed_precision": _precision(config.gpu.mixed_precision, chosen, bf16),
             "fused_optimizer": _unless_auto(config.gpu.fused_optimizer, True),
             "benchmark": config.gpu.benchmark and not config.gpu.deterministic,
+            "tf32": config.gpu.tf32 and not config.gpu.deterministic,
+            "capture": _capture(config, chosen),
         },
         parallel={
             "strategy": _unless_auto(config.parallel.strategy, "single" if world_size == 1 else "ddp"),
@@ -80,6 +85,10 @@ def resolve(
         data={
             "pin_memory": _unless_auto(config.data.pin_memory, chosen == "cuda"),
             "persistent_workers": _unless_auto(config.data.persistent_workers, config.data.num_workers != 0),
+            "balance": _unless_auto(config.data.balance, config.data.batching == "packed" and config.data.shuffle),
+            # On a GPU the size of the data set decides, which the loader knows.
+            "resident": config.data.resident if chosen == "cuda" and config.data.batching == "packed" else False,
+            "eval_batch": _unless_auto(config.data.eval_batch, _eval_batch(config.workload, batch.micro_batch)),
         },
     )
 
@@ -145,6 +154,9 @@ def _world_problems(config: Config, world_size: int, device: str) -> list[Proble
     elif strategy == "dp" and device == "cpu":
         text = "dp spreads one process over GPUs and no GPU can be used here; use single or ddp"
         found.append(Problem((key("parallel.strategy"),), text))
+    if config.gpu.capture == "step" and device == "cpu":
+        text = "step records CUDA graphs and no GPU can be used here; use off or auto"
+        found.append(Problem((key("gpu.capture"),), text))
     if backend == "nccl" and device == "cpu":
         text = "nccl talks between GPUs and no GPU can be used here; use gloo or auto"
         found.append(Problem((key("parallel.backend"),), text))
@@ -157,6 +169,18 @@ def _precision(asked: str, device: str, bf16: bool) -> str:
     if device == "cpu":
         return "off"
     return "bf16" if bf16 else "fp16"
+
+
+def _eval_batch(workload: str, micro_batch: int) -> int:
+    """Without backward there is room for more; what a model of the user's own can take is not known."""
+    return max(micro_batch, SMALLEST_EVAL_BATCH) if workload == "text_classifier" else micro_batch
+
+
+def _capture(config: Config, device: str) -> str:
+    """auto is for GPUs, and decides by the clock, which deterministic runs must not."""
+    if config.gpu.capture == "auto" and (device == "cpu" or config.gpu.deterministic):
+        return "off"
+    return config.gpu.capture
 
 
 def _unless_auto(value: Any, decided: Any) -> Any:

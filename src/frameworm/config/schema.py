@@ -70,7 +70,21 @@ class DataConfig(Section):
     prefetch_factor: int = Field(default=2, ge=1, description="Batches each worker prepares ahead.")
     persistent_workers: bool | Auto = Field(default="auto", description="Keep workers alive between epochs.")
     batching: Literal["padded", "bucketed", "packed"] = Field(
-        default="padded", description="How texts of unequal length meet."
+        default="padded",
+        description="padded: each batch as wide as its longest text; bucketed: texts of like length share a step; "
+        "packed: texts end to end, without padding, for models with accepts_packed.",
+    )
+    balance: bool | Auto = Field(
+        default="auto", description="Steps, ranks and micro-batches of nearly equal token counts; auto: for packed."
+    )
+    resident: bool | Auto = Field(
+        default="auto",
+        description="packed: keep the training set on the GPU and put batches together there; auto: below 1 GiB and 5% "
+        "of its memory.",
+    )
+    eval_batch: Count | Auto = Field(
+        default="auto",
+        description="Samples per validation batch on one device; auto: micro_batch, text_classifier: at least 256.",
     )
     pad_to: Literal["longest", "max"] = Field(
         default="longest", description="padded: up to the longest text of the batch, or always to max_seq_len."
@@ -174,9 +188,14 @@ class GPUConfig(Section):
     benchmark: bool = Field(default=True, description="Let cuDNN time its algorithms; off in deterministic mode.")
     deterministic: bool = Field(default=False, description="Same seed, same bits; wins over every faster choice.")
     capture: Annotated[Literal["off", "step", "auto"], OffWord] = Field(
-        default="off", description="Replay the whole step as one CUDA graph."
+        default="off",
+        description="Replay the whole step as one CUDA graph per shape of batch; auto tries first whether that agrees "
+        "with the eager step and is faster.",
     )
     tf32: bool = Field(default=True, description="TensorFloat-32 for fp32 matrix products.")
+    channels_last: bool | Auto = Field(
+        default="auto", description="Images with channels last; auto: for convolutions in half precision on a GPU."
+    )
     fused_optimizer: bool | Auto = Field(
         default="auto", description="One kernel for the whole update where torch has one."
     )
@@ -186,7 +205,10 @@ class MemoryConfig(Section):
     """Limits on memory."""
 
     activation_checkpointing: Annotated[Literal["off", "full", "selective"], OffWord] = Field(
-        default="off", description="Recompute activations in backward to save memory."
+        default="off", description="Recompute layers in backward to save memory: whole, or all but costly products."
+    )
+    checkpoint_modules: Annotated[list[str] | None, OffNone] = Field(
+        default=None, description="Class names of the modules to recompute; needed where the model does not say."
     )
     max_memory_percent: float = Field(
         default=85.0, gt=0, le=100, description="Share of memory beyond which a run is unsafe; no effect yet."

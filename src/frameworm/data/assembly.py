@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
+import torch.distributed as dist
+from torch.utils.data import DataLoader, default_collate
 
+from frameworm.data.batching import Batching, arrangement, batching_of
 from frameworm.data.sampling import OrderedSplitSampler, StepSampler, share_of
 from frameworm.data.streams import StreamBatches
 from frameworm.data.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
-from frameworm.errors import ConfigError, DataError
+from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
 
 Auto = Literal["auto"]
 
@@ -39,6 +39,18 @@ class LoaderSettings:
     multiprocessing_context: Any = None
     timeout_s: float = 0.0
     fill_empty: bool = True
+    batching: Batching = "padded"
+    balance: bool | Auto = "auto"
+    resident: bool | Auto = False
+    epochs: int = 1
+    most_widths: int | None = None
+
+    @property
+    def balances(self) -> bool:
+        """Whether steps get nearly equal token counts."""
+        if self.balance == "auto":
+            return self.batching == "packed" and self.shuffle and self.sampler is None
+        return self.balance
 
     def __post_init__(self) -> None:
         workers = self.num_workers
@@ -52,6 +64,17 @@ class LoaderSettings:
             raise ConfigError(f"global_batch: {self.global_batch} must be 1 or more")
         if self.seed < 0:
             raise ConfigError(f"seed: {self.seed} must be 0 or more")
+        if self.epochs < 1:
+            raise ConfigError(f"epochs: {self.epochs} must be 1 or more")
+        if self.batching not in ("padded", "bucketed", "packed"):
+            raise ConfigError(f"batching: {self.batching!r} is none of padded, bucketed, packed")
+        if self.balances and self.batching == "bucketed":
+            raise ConfigError("balance: bucketed steps differ in length by intent; leave balance off, or use packed")
+        if self.resident is True and self.batching != "packed":
+            raise ConfigError(
+                f"resident: the device puts packed batches together, and batching is {self.batching}; use "
+                "batching packed, or leave resident off"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,20 @@ class Placement:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
+
+
+def found_placement(distributed: bool | Auto) -> Placement:
+    """This process among the ranks of torch.distributed, if it is to be among them."""
+    if distributed is False:
+        return Placement()
+    if dist.is_available() and dist.is_initialized():
+        return Placement(dist.get_rank(), dist.get_world_size())
+    if distributed is True:
+        raise EnvironmentSetupError(
+            "the loader was created with distributed=True, but torch.distributed is not set up; call setup_ddp "
+            "first, start with torchrun, or use distributed='auto'"
+        )
+    return Placement()
 
 
 def check_sized(dataset: Any) -> None:
@@ -76,6 +113,30 @@ def check_sized(dataset: Any) -> None:
         raise DataError(f"{type(dataset).__name__} has no samples; check the folder or the filter it was made from")
 
 
+def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Batching:
+    """How batches will really be made of a data set; ConfigError or DataError if it does not allow that."""
+    if stream:
+        if settings.batching != "padded" or settings.balances:
+            raise ConfigError(
+                f"batching {settings.batching}: the lengths of a stream are not known beforehand; use padded without "
+                "balance, or a map-style data set"
+            )
+        return "padded"
+    check_sized(dataset)
+    batching = batching_of(
+        dataset,
+        settings.batching,
+        balance=settings.balances,
+        shuffle=settings.shuffle,
+        own_sampler=settings.sampler is not None,
+    )
+    if batching == "packed" and settings.collate_fn is not None:
+        raise ConfigError("batching packed: batches come finished, so collate_fn has nothing to do; leave it out")
+    if batching != "packed" and settings.resident is True:
+        raise ConfigError("resident: the samples of this data set are not packed; leave resident off")
+    return batching
+
+
 def batches_per_step(batch_size: int, settings: LoaderSettings, placement: Placement) -> int:
     """Micro-batches of one rank in a whole step of a stream."""
     if settings.global_batch is None:
@@ -83,10 +144,38 @@ def batches_per_step(batch_size: int, settings: LoaderSettings, placement: Place
     return -(-settings.global_batch // (batch_size * placement.world_size))
 
 
+def stream_length(
+    size: int, batch_size: int, settings: LoaderSettings, placement: Placement, owns_samples: bool
+) -> int:
+    """This rank's micro-batches of a stream of known length."""
+    rank, world_size = (0, 1) if owns_samples else (placement.rank, placement.world_size)
+    rounds, rest = divmod(size, world_size * batch_size)
+    if settings.drop_last:
+        per_step = batches_per_step(batch_size, settings, placement)
+        return rounds // per_step * per_step
+    return rounds + (rest > rank)
+
+
 def make_sampler(
-    dataset: Any, batch_size: int, settings: LoaderSettings, placement: Placement, owns_samples: bool, fill_empty: bool
+    dataset: Any,
+    batch_size: int,
+    settings: LoaderSettings,
+    placement: Placement,
+    owns_samples: bool,
+    fill_empty: bool,
+    batching: Batching,
 ) -> StepSampler:
-    """The plan of this rank's steps; `owns_samples`: the data set holds this rank's samples only."""
+    """The plan of this rank's steps.
+
+    Args:
+        dataset: The samples.
+        batch_size: Most samples per forward pass.
+        settings: The loader's.
+        placement: This process.
+        owns_samples: The data set holds this rank's samples only.
+        fill_empty: Keep ranks in step by fillers.
+        batching: How batches are really made.
+    """
     rank, world_size = placement.rank, placement.world_size
     global_batch = settings.global_batch or batch_size * placement.accumulation * world_size
     if owns_samples:
@@ -113,6 +202,7 @@ def make_sampler(
         seed=settings.seed,
         drop_last=settings.drop_last,
         fill_empty=fill_empty,
+        arrange=arrangement(dataset, batching, settings.balances, global_batch, settings.seed),
     )
 
 
@@ -168,45 +258,6 @@ def build_loader(
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)
-
-
-def token_lengths(dataset: Any) -> npt.NDArray[Any] | None:
-    """Real tokens per sample, through any subsets, or None when the data set does not say."""
-    if isinstance(dataset, Subset):
-        lengths = token_lengths(dataset.dataset)
-        return None if lengths is None else lengths[np.asarray(dataset.indices)]
-    lengths = getattr(dataset, "token_lengths", None)
-    return None if lengths is None else np.asarray(lengths)
-
-
-class TokenCounts:
-    """Tokens of each step, looked up rather than gathered: this runs once per training step."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._lengths = token_lengths(dataset)
-        self._padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base_of(dataset), "padded_length", None)
-        self._order: npt.NDArray[Any] | None = None
-        self._in_order: npt.NDArray[Any] = np.empty(0, dtype=np.int64)
-        self._before: npt.NDArray[Any] = np.empty(0, dtype=np.int64)
-
-    def of(self, sampler: StepSampler, step: int) -> tuple[int | None, int | None]:
-        """Real and padded tokens of this rank's part of a step; None where the data set does not say."""
-        order = sampler.order()
-        if self._lengths is None or order.dtype == object:
-            return None, None
-        if order is not self._order:
-            self._order = order
-            self._in_order = self._lengths[order]
-            self._before = np.concatenate(([0], np.cumsum(self._in_order, dtype=np.int64)))
-        tokens = padded = 0
-        begin = step * sampler.global_batch
-        for piece in sampler.pieces(step):
-            start, stop = begin + piece.start, begin + piece.stop
-            if piece.samples:
-                tokens += self._before.item(stop) - self._before.item(start)
-            if self._padded_length is not None:
-                padded += (stop - start) * int(self._padded_length(self._in_order[start:stop]))
-        return tokens, None if self._padded_length is None else padded
 
 
 def whole_groups(batches: Iterator[Any], size: int) -> Iterator[Any]:

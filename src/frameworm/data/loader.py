@@ -7,21 +7,26 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from frameworm.data.assembly import (
     Auto,
     LoaderSettings,
     Placement,
-    TokenCounts,
     batches_per_step,
     build_loader,
-    check_sized,
+    checked_batching,
+    found_placement,
     make_sampler,
     make_stream,
+    stream_length,
     whole_groups,
 )
+from frameworm.data.batching import Batching, narrowed
+from frameworm.data.chunks import PackedBatches
+from frameworm.data.counts import TokenCounts
+from frameworm.data.packed import batches_of, packing_of
 from frameworm.data.sampling import StepSampler, StepShape
 from frameworm.data.seeding import mix, seeded
 from frameworm.data.streams import is_stream
@@ -32,7 +37,7 @@ from frameworm.data.workers import (
     usable_workers,
     worker_candidates,
 )
-from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
+from frameworm.errors import ConfigError, DataError
 
 
 class OptimizedDataLoader:
@@ -41,7 +46,8 @@ class OptimizedDataLoader:
     Made by `create`. Iterating yields this rank's micro-batches of the current epoch. A data set may declare
     `assembles_batches = True` (its `__getitems__` returns a finished batch), `token_lengths` with
     `padded_length(lengths)` (fills the token counts of `step_shape`), and `shards_itself = True` (it already holds
-    only this rank's samples, and an iterable one this worker's).
+    only this rank's samples, and an iterable one this worker's). `token_lengths` also serves `batching="bucketed"`, and
+    a method `packing()` `batching="packed"`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, settings: LoaderSettings | None = None) -> None:
@@ -63,12 +69,16 @@ class OptimizedDataLoader:
         self._start = 0
         self._generator = torch.Generator()
         self._tokens: TokenCounts | None = None
+        self._packed: PackedBatches | None = None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
         if self._is_stream and self.settings.sampler is not None:
             raise ConfigError("sampler: an iterable data set decides its own order; leave the sampler out")
-        if not self._is_stream:
-            check_sized(dataset)
+        self._batching = checked_batching(dataset, self.settings, self._is_stream)
+        self._source = narrowed(dataset, self._batching, self.settings.most_widths)
+        if self._batching == "packed":
+            pin = bool(self.settings.pin_memory) and torch.cuda.is_available()
+            self._packed = PackedBatches(packing_of(dataset), self.settings.epochs, self.settings.resident, pin)
 
     @classmethod
     def create(
@@ -91,6 +101,11 @@ class OptimizedDataLoader:
         multiprocessing_context: Any = None,
         timeout_s: float = 0.0,
         fill_empty: bool = True,
+        batching: Batching = "padded",
+        balance: bool | Auto = "auto",
+        resident: bool | Auto = False,
+        epochs: int = 1,
+        most_widths: int | None = None,
     ) -> OptimizedDataLoader:
         """Make a loader.
 
@@ -115,6 +130,13 @@ class OptimizedDataLoader:
             multiprocessing_context: How workers are started; the platform's way unless given.
             timeout_s: Longest to wait for a worker's batch; 0 waits for ever.
             fill_empty: Let ranks without samples in a step run one that does not count; off for evaluation.
+            batching: How texts of unequal length meet: padded, bucketed (like lengths in one step) or packed (end to
+                end; a thread puts them together, so there are no workers and no `collate_fn`).
+            balance: Steps of nearly equal token counts. auto: for packed.
+            resident: packed, through a `CudaDataLoader`: keep the samples on the GPU and put batches together there.
+                auto: if they are small beside its memory.
+            epochs: How many will be read; packed looks at the first eight of them to choose its capacity.
+            most_widths: Most different widths of padded text batches; None for any.
 
         Raises:
             DataError: The data set is empty or has no length.
@@ -136,6 +158,11 @@ class OptimizedDataLoader:
             multiprocessing_context=multiprocessing_context,
             timeout_s=timeout_s,
             fill_empty=fill_empty,
+            batching=batching,
+            balance=balance,
+            resident=resident,
+            epochs=epochs,
+            most_widths=most_widths,
         )
         return cls(dataset, batch_size, settings)
 
@@ -189,8 +216,13 @@ class OptimizedDataLoader:
     def num_workers(self) -> int:
         """Loader processes; the first look at it decides auto, and takes the measurement if one was asked for."""
         if self._workers is None:
-            self._workers = self._choose_workers()
+            self._workers = 0 if self.packs else self._choose_workers()
         return self._workers
+
+    @property
+    def packs(self) -> bool:
+        """Whether batches are packed, and so can be had in chunks."""
+        return self._packed is not None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
@@ -218,16 +250,34 @@ class OptimizedDataLoader:
         if sampler is None:
             raise DataError("an iterable data set does not tell the shape of its steps beforehand")
         if self._tokens is None:
-            self._tokens = TokenCounts(self.dataset)
+            self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
         samples, global_samples, *_ = sampler.shape(step)
         return StepShape(samples, global_samples, *self._tokens.of(sampler, step))
 
     def close(self) -> None:
-        """Stop the workers; the next iteration starts new ones."""
+        """Stop the workers, and the thread that packs; the next iteration starts new ones."""
         self._loader = None
+        if self._packed is not None:
+            self._packed.close()
+
+    def chunks(self, device: torch.device | None = None) -> Iterator[dict[str, Tensor]]:
+        """Packed batches of the current epoch, some tens at a time in one dict with a dimension in front.
+
+        Args:
+            device: A GPU on which they may be put together, if `resident` says so; None for host memory.
+
+        Raises:
+            DeviceError: `resident` is True and the device is no GPU.
+        """
+        self._ready()
+        assert self._packed is not None, "only packed batches come in chunks"
+        assert self._sampler is not None
+        return self._packed.chunks(self._epoch, self._sampler.take_start(), device)
 
     def __iter__(self) -> Iterator[Any]:
         placement = self._ready()
+        if self.packs:
+            return (batch for chunk in self.chunks() for batch in batches_of(chunk))
         if self._loader is None:
             self._loader = self._build(self.num_workers)
         self._generator.manual_seed(mix(self.settings.seed, self._epoch, placement.rank))
@@ -245,34 +295,16 @@ class OptimizedDataLoader:
         placement = self._ready()
         if self._sampler is not None:
             return len(self._sampler)
-        rank, world_size = (0, 1) if self._owns_samples else (placement.rank, placement.world_size)
-        rounds, rest = divmod(len(self.dataset), world_size * self.batch_size)
-        if self.settings.drop_last:
-            per_step = batches_per_step(self.batch_size, self.settings, placement)
-            return rounds // per_step * per_step
-        return rounds + (rest > rank)
+        return stream_length(len(self.dataset), self.batch_size, self.settings, placement, self._owns_samples)
 
     def _ready(self) -> Placement:
         """The placement in force, with the sampler that goes with it."""
         if not self._told:
-            wanted = self._found_placement()
+            wanted = found_placement(self.settings.distributed)
             if wanted != self._placement:
                 self._place(wanted, self._fill_empty)
         assert self._placement is not None
         return self._placement
-
-    def _found_placement(self) -> Placement:
-        distributed = self.settings.distributed
-        if distributed is False:
-            return Placement()
-        if dist.is_available() and dist.is_initialized():
-            return Placement(dist.get_rank(), dist.get_world_size())
-        if distributed is True:
-            raise EnvironmentSetupError(
-                "the loader was created with distributed=True, but torch.distributed is not set up; call setup_ddp "
-                "first, start with torchrun, or use distributed='auto'"
-            )
-        return Placement()
 
     def _place(self, placement: Placement, fill_empty: bool) -> None:
         if placement == self._placement and fill_empty == self._fill_empty:
@@ -280,9 +312,14 @@ class OptimizedDataLoader:
         self._sampler = None
         if not self._is_stream:
             self._sampler = make_sampler(
-                self.dataset, self.batch_size, self.settings, placement, self._owns_samples, fill_empty
+                self.dataset, self.batch_size, self.settings, placement, self._owns_samples, fill_empty, self._batching
             )
             self._sampler.set_epoch(self._epoch)
+            if self._packed is not None:
+                if self._owns_samples and placement.world_size > 1:
+                    raise ConfigError("batching packed: ranks that hold samples of their own cannot agree on a shape")
+                self._packed.place(self._sampler)
+            self._tokens = None
         self._placement = placement
         self._fill_empty = fill_empty
         self._loader = None
@@ -303,7 +340,7 @@ class OptimizedDataLoader:
 
     def _build(self, workers: int) -> DataLoader[Any]:
         placement = self._ready()
-        source = self.dataset
+        source = self._source
         if self._sampler is None:
             source = make_stream(
                 source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from frameworm.data.packed import batches_of
 from frameworm.errors import DeviceError
 
 # Below this a copy is short beside what the host spends on ordering two streams: on a step of 5 ms with batches of this
@@ -91,8 +92,12 @@ class CudaDataLoader:
         self._stream: torch.cuda.Stream | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        packs = getattr(self.loader, "packs", False)
         if self.device.type == "cuda":
-            return self._to_gpu(iter(self.loader))
+            return self._from_chunks(self.loader.chunks(self.device)) if packs else self._to_gpu(iter(self.loader))
+        if packs:
+            chunks = (move_batch(chunk, self.device) for chunk in self.loader.chunks(self.device))
+            return (batch for chunk in chunks for batch in batches_of(chunk))
         if self.device.type == "cpu":
             return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in self.loader)
         return (move_batch(batch, self.device) for batch in self.loader)
@@ -131,6 +136,25 @@ class CudaDataLoader:
             del transfer
             yield batch
             del batch
+
+    def _from_chunks(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        """Views of chunks that cross to the device whole, or lie there already."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        arrived = torch.cuda.Event()
+        upcoming = _Transfer(chunks, self.device, self._stream, arrived)
+        while True:
+            chunk = upcoming.receive()
+            if upcoming.ended:
+                return
+            following: _Transfer | None = None
+            for batch in batches_of(chunk):
+                yield batch
+                # Not before the first batch is out: the caller can begin with it while the next chunk is made.
+                if following is None:
+                    following = _Transfer(chunks, self.device, self._stream, arrived)
+            assert following is not None, "a chunk holds at least one batch"
+            upcoming = following
 
 
 class _Transfer:

@@ -7,7 +7,7 @@ micro-batches. So a run on four ranks sees in step s what a run on one rank sees
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from frameworm.data.seeding import mix, seeded
 from frameworm.errors import ConfigError, DataError
 
 Order = npt.NDArray[Any]
+Arrange = Callable[[Order, int], Order]
 
 
 class StepShape(NamedTuple):
@@ -85,6 +86,7 @@ class StepSampler(Sampler[list[int]]):
         seed: Seed of the order; must be the same on all ranks.
         drop_last: Leave out the last step when it is short.
         fill_empty: Keep ranks in step by fillers; off for evaluation, where a rank may have less to do.
+        arrange: Given an epoch's order and its number, returns the same samples in the order to use.
 
     Raises:
         DataError: No samples, or too few for one step with `drop_last`.
@@ -103,6 +105,7 @@ class StepSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         fill_empty: bool = True,
+        arrange: Arrange | None = None,
     ) -> None:
         for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("world_size", world_size)):
             if value < 1:
@@ -119,10 +122,12 @@ class StepSampler(Sampler[list[int]]):
         self.seed = seed
         self.drop_last = drop_last
         self.fill_empty = fill_empty
+        self.kept_orders = 1
+        self._arrange = arrange
         self._size = size
         self._epoch = 0
         self._start = 0
-        self._order: Order | None = None
+        self._orders: dict[int, Order] = {}
         self._plans: dict[int, list[Piece]] = {}
         self._check_size(size)
 
@@ -145,9 +150,7 @@ class StepSampler(Sampler[list[int]]):
         """Choose the epoch for the next iteration; it decides the order."""
         if epoch < 0:
             raise ConfigError(f"epoch: {epoch} must be 0 or more")
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = None
+        self._epoch = epoch
 
     def seek(self, step: int) -> None:
         """Let the next iteration, and only that one, begin at a step of the epoch."""
@@ -172,9 +175,36 @@ class StepSampler(Sampler[list[int]]):
 
     def order(self) -> Order:
         """All samples of the epoch in the order in which steps take them."""
-        if self._order is None:
-            self._order = self._draw(self._epoch)
-        return self._order
+        return self.order_of(self._epoch)
+
+    def order_of(self, epoch: int) -> Order:
+        """The order of any epoch; the last `kept_orders` that were asked for are kept, and may be drawn in a thread."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._draw(epoch)
+            while len(self._orders) >= self.kept_orders:
+                self._orders.pop(next(iter(self._orders)), None)
+            self._orders[epoch] = order
+        return order
+
+    def has_order(self, epoch: int) -> bool:
+        """Whether an epoch's order is at hand."""
+        return epoch in self._orders
+
+    def take_start(self) -> int:
+        """The step at which the iteration that now begins starts; spends the seek."""
+        start, self._start = self._start, 0
+        return start
+
+    def pieces_of_all(self, samples: int) -> list[Piece]:
+        """Every rank's micro-batches of a step of so many samples, without fillers."""
+        found: list[Piece] = []
+        for rank in range(self.world_size):
+            begin, end = share_of(samples, rank, self.world_size)
+            for size in cut(end - begin, self.micro_batch, -(-(end - begin) // self.micro_batch)):
+                found.append(Piece(begin, begin + size, size))
+                begin += size
+        return found
 
     def __iter__(self) -> Iterator[list[int]]:
         # The order and the first step are fixed here, not at the first batch: workers run ahead of the loop.
@@ -187,9 +217,11 @@ class StepSampler(Sampler[list[int]]):
         return full * len(self._plan(self.global_batch)) + short
 
     def _draw(self, epoch: int) -> Order:
-        if not self.shuffle:
-            return np.arange(self._size)
-        return np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self._size)
+        if self.shuffle:
+            order = np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self._size)
+        else:
+            order = np.arange(self._size)
+        return order if self._arrange is None else self._arrange(order, epoch)
 
     def _batches(self, order: Order, start: int) -> Iterator[list[int]]:
         # Only now is the seek spent: torch's loader makes two iterators to begin with and draws from the second.

@@ -1,4 +1,4 @@
-"""Texts as token batches: data sets over the token cache, and the way from a config to them."""
+"""Texts as token batches: the way from a config to data sets over the token cache."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from frameworm.config.schema import DataConfig
 from frameworm.data.cache import TokenCache, TokenStore, TokenWriter, store_key, write_store
 from frameworm.data.corpora import READER_VERSION, Corpus, Samples, Split, find_corpus
+from frameworm.data.token_sets import TextDataset, TokenBlocks
 from frameworm.data.tokenizer import Kind, Tokenizer, TokenizerPlan, plan_tokenizer
 from frameworm.errors import DataError
+
+__all__ = [
+    "LanguageData",
+    "Progress",
+    "TextData",
+    "TextDataset",
+    "TokenBlocks",
+    "load_language_modelling",
+    "load_text_classification",
+]
 
 Progress = Callable[[int, int], None]
 
@@ -30,120 +36,6 @@ _CHUNKS_PER_CALL = 64
 _CHARACTERS_PER_CHUNK = 2**16
 # A line break between two words: cutting there changes neither side's tokens.
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
-
-
-class TextDataset(Dataset[dict[str, Tensor]]):
-    """Labelled texts, put together to batches without a Python loop over the samples.
-
-    Args:
-        store: Tokens and labels.
-        max_seq_len: Longer texts are cut.
-        pad_to: A batch is as wide as its longest text, or always `max_seq_len`.
-        limit: Only the first n samples.
-    """
-
-    assembles_batches = True
-
-    def __init__(
-        self,
-        store: TokenStore,
-        max_seq_len: int,
-        pad_to: Literal["longest", "max"] = "longest",
-        limit: int | None = None,
-    ) -> None:
-        self.max_seq_len = max_seq_len
-        self.pad_to = pad_to
-        self.num_classes = int(store.meta["num_classes"])
-        self.pad_id = int(store.meta["pad_id"])
-        self.token_lengths = np.minimum(np.diff(store.offsets), max_seq_len)[:limit]
-        self.labels = store.labels[:limit]
-        self._store = store
-        self._columns = np.arange(max_seq_len)
-
-    def __len__(self) -> int:
-        return len(self.token_lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: its tokens without padding, its length and its label."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        length = int(self.token_lengths[index])
-        start = int(self._store.offsets[index])
-        return {
-            "input_ids": torch.from_numpy(self._store.tokens[start : start + length].astype(np.int64)),
-            "lengths": torch.tensor(length),
-            "labels": torch.tensor(int(self.labels[index])),
-        }
-
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A finished batch: `input_ids` [batch, width], `lengths` [batch], `labels` [batch], all int64."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        lengths = self.token_lengths[chosen]
-        # Where each real token of the batch lies in the stream, all samples one after another.
-        ends = np.cumsum(lengths)
-        places = np.repeat(self._store.offsets[chosen] - ends + lengths, lengths)
-        places += np.arange(len(places))
-        width = self.padded_length(lengths)
-        input_ids = np.full((len(chosen), width), self.pad_id, dtype=np.int64)
-        input_ids[self._columns[:width] < lengths[:, None]] = self._store.tokens[places]
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "lengths": torch.from_numpy(lengths),
-            "labels": torch.from_numpy(self.labels[chosen]),
-        }
-
-    def padded_length(self, lengths: NDArray[Any]) -> int:
-        """Width of a batch of texts of these lengths."""
-        return self.max_seq_len if self.pad_to == "max" else int(lengths.max(initial=1))
-
-
-class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """A stretch of a token stream, cut into blocks with their next-token targets.
-
-    Args:
-        store: The stream.
-        max_seq_len: Tokens per block.
-        start: First token of the stretch.
-        stop: End of the stretch; its last token is a target only.
-        limit: Only the first n blocks.
-    """
-
-    assembles_batches = True
-
-    def __init__(
-        self, store: TokenStore, max_seq_len: int, start: int = 0, stop: int | None = None, limit: int | None = None
-    ) -> None:
-        stop = len(store.tokens) if stop is None else stop
-        blocks = max(0, stop - start - 1) // max_seq_len
-        self.max_seq_len = max_seq_len
-        self.vocab_size = int(store.meta["vocab_size"])
-        self.token_lengths = np.full(blocks if limit is None else min(blocks, limit), max_seq_len, dtype=np.int64)
-        self._store = store
-        self._start = start
-        self._columns = np.arange(max_seq_len + 1)
-
-    def __len__(self) -> int:
-        return len(self.token_lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One block."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        return {name: tensor[0] for name, tensor in self.__getitems__([index % len(self)]).items()}
-
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A finished batch: `input_ids` and `targets`, both [batch, max_seq_len] int64."""
-        starts = self._start + np.asarray(indices, dtype=np.int64) * self.max_seq_len
-        block = self._store.tokens[starts[:, None] + self._columns].astype(np.int64)
-        return {
-            "input_ids": torch.from_numpy(np.ascontiguousarray(block[:, :-1])),
-            "targets": torch.from_numpy(np.ascontiguousarray(block[:, 1:])),
-        }
-
-    def padded_length(self, lengths: NDArray[Any]) -> int:
-        """Blocks are full."""
-        return self.max_seq_len
 
 
 @dataclass(frozen=True)
@@ -273,6 +165,9 @@ def _build(
 ) -> None:
     """Reads, tokenises and writes one split."""
     samples = split.read()
+    progress = progress or _silent
+    # Before the tokenizer, which may first have to be trained.
+    progress(0, _amount(samples, kind))
     tokenizer = plan.load()
     meta = {
         "dataset": corpus.name,
@@ -284,12 +179,17 @@ def _build(
         "pad_id": tokenizer.pad_id,
     }
     tokenise = _tokenise_samples if kind == "classifier" else _tokenise_documents
-    write_store(folder, meta, lambda writer: tokenise(samples, tokenizer, writer, progress or _silent))
+    write_store(folder, meta, lambda writer: tokenise(samples, tokenizer, writer, progress))
+
+
+def _amount(samples: Samples, kind: Kind) -> int:
+    """What progress counts: the texts of a classifier, the characters of a stream."""
+    return len(samples.texts) if kind == "classifier" else sum(len(text) for text in samples.texts)
 
 
 def _tokenise_samples(samples: Samples, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress) -> None:
     assert samples.labels is not None
-    total = len(samples.texts)
+    total = _amount(samples, "classifier")
     for start in range(0, total, _TEXTS_PER_CALL):
         part = slice(start, start + _TEXTS_PER_CALL)
         writer.append(tokenizer.encode(samples.texts[part]), samples.labels[part])
@@ -298,7 +198,7 @@ def _tokenise_samples(samples: Samples, tokenizer: Tokenizer, writer: TokenWrite
 
 def _tokenise_documents(samples: Samples, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress) -> None:
     """Every document ends with the end-of-text token, where the tokenizer has one."""
-    total = sum(len(text) for text in samples.texts)
+    total = _amount(samples, "gpt")
     done = 0
     end = np.array([] if tokenizer.end_id is None else [tokenizer.end_id], dtype=np.uint32)
     pieces = (piece for text in samples.texts for piece in _chunks(text))

@@ -10,6 +10,7 @@ import torch
 
 from frameworm.config.schema import EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
+from frameworm.engine.capture import CapturedStep
 from frameworm.engine.evaluation import Evaluation
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
@@ -35,7 +36,7 @@ class TrainingLoop:
     def __init__(
         self,
         *,
-        step: TrainStep,
+        step: TrainStep | CapturedStep,
         source: StepSource,
         clock: StepClock,
         events: Events,

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from frameworm.errors import DeviceError
 from frameworm.hardware.devices import supports_bf16
@@ -41,6 +42,18 @@ class Precision:
         """Continue with a saved loss scale."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def wants_channels_last(asked: bool | str, model: nn.Module, precision: Precision, device: torch.device) -> bool:
+    """Whether images should lie with their channels last: the half-precision convolutions of GPUs are made for that.
+
+    It is enough to change the weights; cuDNN's results follow them.
+    """
+    if asked != "auto":
+        return bool(asked)
+    if device.type != "cuda" or precision.name == "off":
+        return False
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
 def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, flash_attention: bool | str) -> None:

@@ -36,6 +36,8 @@ from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
 
+CAPTURED_WIDTHS = 16
+
 
 class Machine(NamedTuple):
     """What `resolve` needs to know about the machine."""
@@ -126,9 +128,10 @@ def run(
 def _loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
     settings, training = config.data, config.training
     assert isinstance(training.micro_batch, int)
+    assert isinstance(settings.eval_batch, int)
     return OptimizedDataLoader.create(
         data,
-        training.micro_batch,
+        settings.eval_batch if evaluation else training.micro_batch,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory,
         prefetch_factor=settings.prefetch_factor,
@@ -138,6 +141,12 @@ def _loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) 
         seed=config.seed,
         global_batch=None if evaluation else training.global_batch,
         collate_fn=workload.collate_fn,
+        batching="padded" if evaluation else settings.batching,
+        balance=False if evaluation else settings.balance,
+        resident=False if evaluation else settings.resident,
+        epochs=training.epochs,
+        # A graph is captured for each shape of batch.
+        most_widths=None if evaluation or config.gpu.capture == "off" else CAPTURED_WIDTHS,
     )
 
 

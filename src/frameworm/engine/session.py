@@ -16,13 +16,16 @@ from torch import nn
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
 from frameworm.data.steps import StepSource, close_loader
+from frameworm.engine.activations import apply_checkpointing
+from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
 from frameworm.engine.checkpoint import CheckpointStore, load_newest
+from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
 from frameworm.engine.garbage import settled_heap
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
-from frameworm.engine.precision import Precision
+from frameworm.engine.precision import Precision, wants_channels_last
 from frameworm.engine.progress import Progress
 from frameworm.engine.schedule import AnySchedule
 from frameworm.engine.state import TrainingState
@@ -71,8 +74,12 @@ class TrainingSession:
         self._world_size = job.strategy.world_size
         config = job.config
         wrapped = job.strategy.place(job.model)
-        if config.gpu.compile_model:
-            job.model.compile(mode=None if config.gpu.compile_mode == "default" else config.gpu.compile_mode)
+        recorder, capture_note = make_recorder(config.gpu.capture, job.strategy)
+        apply_checkpointing(job.model, config.memory)
+        if wants_channels_last(config.gpu.channels_last, job.model, job.precision, job.strategy.device):
+            job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._compiler = Compiler(config.gpu, captured=recorder is not None)
+        self._compiler.apply(job.model)
         training = config.training
         per_epoch = job.train.steps_per_epoch
         total = None if per_epoch is None else per_epoch * training.epochs
@@ -85,7 +92,15 @@ class TrainingSession:
             job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
         )
         self._clock = clock = make_clock(job.strategy.device)
-        step = TrainStep(job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock)
+        step: TrainStep | CapturedStep = TrainStep(
+            job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock
+        )
+        self._captured: CapturedStep | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if recorder is not None:
+            assert isinstance(step, TrainStep)
+            step = self._captured = CapturedStep(step, recorder, clock, trial=config.gpu.capture == "auto")
+            self._stream = recorder.stream
         self._state = TrainingState(
             job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
         )
@@ -131,7 +146,7 @@ class TrainingSession:
             validate=None if job.validation is None else self._validate,
             sum_over_ranks=self._sum_over_ranks,
         )
-        self._notes = [*job.notes, update.note]
+        self._notes = [*job.notes, update.note, capture_note]
         self.record = RunRecord(
             name=config.name,
             status="failed",
@@ -164,8 +179,9 @@ class TrainingSession:
         try:
             with self._request, settled_heap(self._job.config.memory.enable_automatic_gc):
                 self._events.on_run_start(self.record)
-                status = self._loop.run()
-                self._save()
+                with on_stream(self._stream):
+                    status = self._loop.run()
+                    self._save()
         except KeyboardInterrupt:
             status = "interrupted"
             self._finish(status, whole=False)
@@ -185,7 +201,8 @@ class TrainingSession:
     def _validate(self) -> Evaluation:
         job = self._job
         assert job.validation is not None
-        return evaluate(job.model, job.validation, self._loss_function, job.precision, job.strategy)
+        with self._compiler.uncompiled():
+            return evaluate(job.model, job.validation, self._loss_function, job.precision, job.strategy)
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         return all_reduce_sums(values, self._job.strategy.device)
@@ -262,6 +279,10 @@ class TrainingSession:
         )
         problem = None if self._store is None else self._store.problem
         writer_notes = self._output.close()
+        self.record.compilation = self._compiler.record()
+        if self._captured is not None:
+            self.record.captured_steps = self._captured.captured_steps
+            self._notes.append(self._captured.note)
         self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, [problem])
         if self._rank == 0:
             self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))

@@ -8,6 +8,8 @@ Nothing here asks the device for a value: the loss stays where it is and is read
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +27,12 @@ from frameworm.parallel.strategy import Strategy
 class StepResult:
     """What a step leaves behind; the tensors are on the device."""
 
-    __slots__ = ("count", "loss")
+    __slots__ = ("count", "counts_samples", "loss")
 
-    def __init__(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
+    def __init__(self, loss: torch.Tensor, count: torch.Tensor | float, counts_samples: bool = False) -> None:
         self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
         self.count = count
+        self.counts_samples = counts_samples
 
 
 class TrainStep:
@@ -52,12 +55,20 @@ class TrainStep:
         self._strategy = strategy
         self._world_size = strategy.world_size
         self._autocast = precision.autocast
-        self._scaler = precision.scaler
-        self._mark = clock.mark
+        self.scaler = precision.scaler
+        self._mark: Callable[[str], None] = clock.mark
         self._first = True
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
+        schedule = self.update.schedule
+        schedule.before_step(step)
+        result = self.compute(batch)
+        schedule.after_step()
+        return result
+
+    def compute(self, batch: StepBatch) -> StepResult:
+        """What the device does in a step: gradients and update, at the rates that are set."""
         batches = batch.batches
         if len(batches) == 1:
             result, factor = self._only(batches[0], batch)
@@ -66,9 +77,18 @@ class TrainStep:
         if self._first:
             self._strategy.check_gradients(self.model)
             self._first = False
-        self.update.apply(step, factor)
+        self.update.apply(factor)
         self._mark(OPTIMIZER)
         return result
+
+    @contextlib.contextmanager
+    def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
+        """Tell the borders between phases to `mark` instead of the clock."""
+        usual, self._mark = self._mark, mark
+        try:
+            yield
+        finally:
+            self._mark = usual
 
     def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         try:
@@ -90,8 +110,8 @@ class TrainStep:
         return computed.loss, computed.count
 
     def _backward(self, loss: torch.Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         loss.backward()
         self._mark(BACKWARD)
 
@@ -101,11 +121,11 @@ class TrainStep:
         samples = batch.samples[0]
         if self._world_size == 1:
             self._backward(loss)
-            return StepResult(loss.detach(), samples if count is None else count), None
+            return StepResult(loss.detach(), samples if count is None else count, count is None), None
         if count is None:
             weight = samples * self._world_size / batch.global_samples
             self._backward(loss if weight == 1 else loss * weight)
-            return StepResult(loss.detach(), samples), None
+            return StepResult(loss.detach(), samples, True), None
         counted = _as_count(count, loss, samples)
         total = counted.clone()
         self._strategy.sum_over_ranks(total)
@@ -130,7 +150,7 @@ class TrainStep:
         assert loss_sum is not None
         if counted is None:
             local = batch.local_samples
-            return StepResult(loss_sum / max(local, 1), local), None
+            return StepResult(loss_sum / max(local, 1), local, True), None
         total = counted.clone()
         if self._world_size > 1:
             self._strategy.sum_over_ranks(total)

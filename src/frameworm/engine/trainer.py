@@ -16,6 +16,7 @@ from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
+from frameworm.engine.activations import find_layers
 from frameworm.engine.folder import open_output
 from frameworm.engine.precision import Precision, apply_backend_flags
 from frameworm.engine.randomness import seed_everything
@@ -106,6 +107,20 @@ class Trainer:
         """Compile the model with torch.compile at the first step."""
         self._before_training("enable_compile")
         self._config = apply_settings(self._config, {"compile_model": True, "compile_mode": mode})
+        return self
+
+    def enable_gradient_checkpointing(self, mode: str = "full", modules: Sequence[str | type] | None = None) -> Trainer:
+        """Recompute activations in backward to save memory.
+
+        Args:
+            mode: `full` recomputes whole layers, `selective` all but their matrix products and attention.
+            modules: Classes of the layers, or their names; None: what the model declares (`checkpoint_layers`, or a
+                ModuleList `layers`).
+        """
+        self._before_training("enable_gradient_checkpointing")
+        names = None if modules is None else [item if isinstance(item, str) else item.__name__ for item in modules]
+        find_layers(self.model, names)  # raises if there is nothing to recompute
+        self._config = apply_settings(self._config, {"activation_checkpointing": mode, "checkpoint_modules": names})
         return self
 
     def train(

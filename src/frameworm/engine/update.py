@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from frameworm.engine.adamw_kernel import FusedUpdate
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule
 
@@ -41,6 +42,16 @@ class Update:
         self._clears_itself = own is not torch.optim.Optimizer.zero_grad
         self.grad_norm: torch.Tensor | None = None
         self.skipped: torch.Tensor | None = None
+        self.one_pass: FusedUpdate | None = None
+
+    def find_one_pass(self) -> FusedUpdate | None:
+        """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        if self._scaler is not None or any(hooks) or self._on_cpu:
+            return None
+        if FusedUpdate.supports(self.optimizer, self._parameters, self._parameters[0].device) is not None:
+            return None
+        return FusedUpdate(self.optimizer, self._parameters)
 
     @property
     def note(self) -> str | None:
@@ -59,14 +70,17 @@ class Update:
             )
         return None
 
-    def apply(self, step: int, factor: torch.Tensor | None) -> None:
-        """Update the parameters with the gradients at hand.
+    def apply(self, factor: torch.Tensor | None) -> None:
+        """Update the parameters with the gradients at hand; all of it happens on the device.
 
         Args:
-            step: Number of attempted steps before this one.
             factor: What the gradients must be multiplied with first (a tensor on the device), or None for 1.
         """
         optimizer, scaler = self.optimizer, self._scaler
+        if self.one_pass is not None:
+            self.grad_norm, self.skipped = self.one_pass(self._clip_norm, self._clip_norm is not None, factor)
+            self.clear()
+            return
         self.grad_norm = self.skipped = None
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -76,7 +90,6 @@ class Update:
             gradients = [item.grad for item in self._parameters if item.grad is not None]
             self.grad_norm = get_total_norm(gradients)
             clip_grads_with_norm_(self._parameters, self._clip_norm, self.grad_norm)
-        self.schedule.before_step(step)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
             scaler.step(optimizer)
@@ -85,10 +98,10 @@ class Update:
             optimizer.step()
         else:
             self._step_unless_bad(self.grad_norm)
-        self.schedule.after_step()
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the gradients."""
         if self._clears_itself:
             self.optimizer.zero_grad(set_to_none=True)
             return

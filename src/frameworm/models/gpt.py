@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
+from frameworm.models.linear_loss import linear_cross_entropy
+
+FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
 
 
 class GPT(nn.Module):
@@ -24,6 +28,7 @@ class GPT(nn.Module):
         num_layers: Number of decoder layers.
         max_seq_len: Longest context in tokens.
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
+        fused_loss: Compute the loss without ever holding all logits; auto does so on a GPU from 8,192 words on.
     """
 
     def __init__(
@@ -34,9 +39,11 @@ class GPT(nn.Module):
         num_layers: int = 12,
         max_seq_len: int = 1024,
         dropout: float = 0.0,
+        fused_loss: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
+        self.fused_loss = fused_loss
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(max_seq_len, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -66,10 +73,19 @@ class GPT(nn.Module):
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
         for layer in self.layers:
             hidden = layer(hidden)
-        logits = F.linear(self.norm(hidden), self.token_embedding.weight)
+        hidden = self.norm(hidden)
+        weight = self.token_embedding.weight
+        if targets is not None and self._fuses(hidden):
+            return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+        logits = F.linear(hidden, weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _fuses(self, hidden: Tensor) -> bool:
+        if self.fused_loss == "auto":
+            return hidden.is_cuda and self.token_embedding.num_embeddings >= FUSED_FROM
+        return bool(self.fused_loss)
 
 
 class DecoderLayer(nn.Module):

@@ -5,11 +5,18 @@ Nothing in `forward` waits for the device: lengths stay tensors, so the model ca
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
+from frameworm.models.attention import packed_attention, sequence_of_tokens
+
+# Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
+_LARGEST_MEMBERSHIP = 2**26
 
 
 class TextClassifier(nn.Module):
@@ -28,6 +35,8 @@ class TextClassifier(nn.Module):
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
         pad_id: Token whose embedding stays zero.
     """
+
+    accepts_packed = True
 
     def __init__(
         self,
@@ -51,16 +60,30 @@ class TextClassifier(nn.Module):
         self.head = nn.Linear(d_model, num_classes)
         self.apply(_initialise)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Scores each text.
+    def forward(
+        self,
+        input_ids: Tensor,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Scores each text of a padded batch (`lengths` given) or of a packed one (`offsets` and `positions`).
 
         Args:
-            input_ids: Tokens, [batch, length]; what lies beyond a text's length is ignored.
+            input_ids: Tokens. Padded: [batch, length]; what lies beyond a text's length is ignored. Packed: [tokens],
+                the texts end to end and then a tail that fills up.
             lengths: Real tokens of each text, [batch], at least 1.
+            offsets: Borders of the texts and of the tail's pieces, [pieces + 1]. The texts are as many as the pieces
+                beyond those a tail of all tokens would need, `ceil(tokens / max_seq_len)`; an empty one is missing.
+            positions: Place of each token in its own text, [tokens].
 
         Returns:
             Logits, [batch, classes].
         """
+        if offsets is not None and positions is not None:
+            return self._packed(input_ids, offsets, positions)
+        if lengths is None:
+            raise ModelError("give lengths with a padded batch, or offsets and positions with a packed one")
         length = input_ids.size(1)
         if length > self.max_seq_len:
             raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
@@ -73,6 +96,19 @@ class TextClassifier(nn.Module):
         weights = real.unsqueeze(2).to(hidden.dtype)
         pooled = (self.norm(hidden) * weights).sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
         logits: Tensor = self.head(pooled)
+        return logits
+
+    def _packed(self, input_ids: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
+        texts = offsets.size(0) - 1 - -(-input_ids.size(0) // self.max_seq_len)
+        if texts < 1:
+            raise ModelError(
+                f"offsets with {offsets.size(0)} borders leave no text beside the tail of {input_ids.size(0)} tokens; "
+                f"pack with the model's max_seq_len, {self.max_seq_len}"
+            )
+        hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        for layer in self.layers:
+            hidden = layer(hidden, None, offsets, self.max_seq_len)
+        logits: Tensor = self.head(_mean_per_text(self.norm(hidden), offsets[: texts + 1]))
         return logits
 
 
@@ -91,20 +127,60 @@ class EncoderLayer(nn.Module):
         self.contract = nn.Linear(dim_feedforward, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """`attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length]."""
-        hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden), attended))
+    def forward(
+        self, hidden: Tensor, attended: Tensor | None, offsets: Tensor | None = None, max_length: int = 0
+    ) -> Tensor:
+        """[batch, length, width] with `attended`, or [tokens, width] with `offsets`, to the same.
+
+        `attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length].
+        """
+        normalised = self.norm_attention(hidden)
+        if offsets is None:
+            mixed = self._attention(normalised, attended)
+        else:
+            mixed = self._packed_attention(normalised, offsets, max_length)
+        hidden = hidden + self.dropout(mixed)
         expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
         result: Tensor = hidden + self.dropout(self.contract(expanded))
         return result
 
-    def _attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def _attention(self, hidden: Tensor, attended: Tensor | None) -> Tensor:
         batch, length, width = hidden.shape
         heads = self.query_key_value(hidden).view(batch, length, 3, self.n_heads, width // self.n_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attended)
         result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(batch, length, width))
         return result
+
+    def _packed_attention(self, hidden: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        tokens, width = hidden.shape
+        heads = self.query_key_value(hidden).view(tokens, 3, self.n_heads, width // self.n_heads)
+        query, key, value = heads.unbind(1)
+        mixed = packed_attention(query, key, value, offsets, max_length)
+        result: Tensor = self.attention_output(mixed.reshape(tokens, width))
+        return result
+
+
+def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
+    """Mean over each text's tokens, [texts, width]; 0 for an empty text. Tokens after the last border are left out."""
+    tokens, texts = hidden.size(0), offsets.size(0) - 1
+    starts, ends = offsets[:-1].unsqueeze(1), offsets[1:].unsqueeze(1)
+    if texts * tokens <= _LARGEST_MEMBERSHIP:
+        token = torch.arange(tokens, device=hidden.device, dtype=offsets.dtype)
+        member = (token >= starts) & (token < ends)
+        with _as_they_are(hidden.device.type):
+            total = member.to(hidden.dtype) @ hidden
+    else:
+        text = sequence_of_tokens(offsets, tokens)  # the tail gets the number after the last text
+        total = hidden.new_zeros(texts + 1, hidden.size(1)).index_add(0, text, hidden)[:texts]
+    return total / (ends - starts).clamp(min=1).to(hidden.dtype)
+
+
+def _as_they_are(device_type: str) -> AbstractContextManager[Any]:
+    """Matrix products in their factors' own numbers: as in a padded batch, the mean is not a matter of autocast."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _initialise(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from frameworm.errors import CheckpointError, ConfigError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
 
+VOCABULARY_MULTIPLE = 64  # rows of GPT's head: matrix units work in such steps
 _EXPECTED = (
     "a Workload(model, train_data, val_data, loss_fn, collate_fn) or a tuple (model, train_data, val_data[, loss_fn])"
 )
@@ -56,15 +57,18 @@ def build_workload(config: Config, progress: Progress | None = None) -> Workload
         ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
         CheckpointError: `model.init_from` holds weights of another model.
     """
+    padded: dict[str, int] = {}
     # The config has checked that the workload is one of these and that `model` belongs to it.
     if isinstance(config.model, TextClassifierModelConfig):
         workload = _text_classifier(config, config.model, progress)
     elif isinstance(config.model, GPTModelConfig):
-        workload = _gpt(config, config.model, progress)
+        workload, padded = _gpt(config, config.model, progress)
     else:
         workload = _own_workload(config)
+    if config.data.batching == "packed":
+        _check_packable(workload.model)
     if config.model.init_from is not None:
-        load_weights(workload.model, config.model.init_from)
+        load_weights(workload.model, config.model.init_from, padded)
     return workload
 
 
@@ -89,9 +93,14 @@ def _text_classifier(config: Config, settings: TextClassifierModelConfig, progre
     return Workload(model, data.train, data.val)
 
 
-def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) -> Workload:
+def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) -> tuple[Workload, dict[str, int]]:
+    """The workload, and the rows in use of weights that have more."""
+    if config.data.batching == "packed":
+        _check_packable(GPT)  # before the texts are tokenised
     data = load_language_modelling(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
+    if settings.vocab_size == "auto":
+        vocab_size = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     model = _seeded(
         config.seed,
         lambda: GPT(
@@ -101,9 +110,20 @@ def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) ->
             num_layers=settings.num_layers,
             max_seq_len=settings.max_seq_len,
             dropout=settings.dropout,
+            fused_loss=settings.fused_loss,
         ),
     )
-    return Workload(model, data.train, data.val)
+    return Workload(model, data.train, data.val), {"token_embedding.weight": data.vocab_size}
+
+
+def _check_packable(model: nn.Module | type[nn.Module]) -> None:
+    if not getattr(model, "accepts_packed", False):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(
+            f"data.batching: {name} does not take packed batches; use bucketed, or padded where all samples are of one "
+            "length. A model of your own that takes input_ids, offsets and positions says so with the class attribute "
+            "accepts_packed = True"
+        )
 
 
 def _own_workload(config: Config) -> Workload:
@@ -173,12 +193,14 @@ def _at_least(key: str, wanted: int | str, needed: int, what: str) -> int:
     return size
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, padded: Mapping[str, int] | None = None) -> None:
     """Loads a safetensors file into a model; names and shapes must agree.
 
     Args:
         model: Gets the weights. Of weights it shares between modules one name in the file is enough.
         path: `model.init_from`.
+        padded: Weights with more rows than are in use, and how many are: the file may hold as few as these, the other
+            rows stay as they are.
 
     Raises:
         ConfigError: There is no such file.
@@ -202,6 +224,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     missing = next((name for name in own if name not in weights and _storage(own[name]) not in present), None)
     if missing is not None:
         raise CheckpointError(f"model.init_from: {path} lacks {missing}, which this model has")
+    for name, rows in (padded or {}).items():
+        weight = weights.get(name)
+        if weight is not None and weight.ndim and rows <= len(weight) < len(own[name]):
+            weights[name] = torch.cat([weight, own[name][len(weight) :].to(weight.dtype)])
     for name, weight in weights.items():
         if weight.shape != own[name].shape:
             raise CheckpointError(

@@ -9,6 +9,7 @@ measured, but only one step in a few is divided into phases.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -62,6 +63,9 @@ class StepClock(Protocol):
     def mark(self, name: str) -> None:
         """Attribute the time since the last mark to a phase."""
 
+    def split(self, shares: Mapping[str, float]) -> None:
+        """Attribute the time since the last mark to several phases, by their shares (they add up to 1)."""
+
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
         """Close the step; returns the steps whose times and scalars (detached) are known by now, in order."""
 
@@ -92,6 +96,12 @@ class HostClock:
         phases[name] = phases.get(name, 0.0) + now - self._last
         self._last = now
 
+    def split(self, shares: Mapping[str, float]) -> None:
+        now = perf_counter()
+        for name, share in shares.items():
+            self._phases[name] = self._phases.get(name, 0.0) + (now - self._last) * share
+        self._last = now
+
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
         values = [None if scalar is None else float(scalar) for scalar in scalars]
         now = perf_counter()
@@ -114,7 +124,7 @@ class _Pending:
     def __init__(self, begin: torch.cuda.Event) -> None:
         self.begin = begin
         self.divided = True
-        self.marks: list[tuple[str, torch.cuda.Event]] = []
+        self.marks: list[tuple[str | Mapping[str, float], torch.cuda.Event]] = []
         self.host_other_s = 0.0
         self.host_wait_s = 0.0
         self.payload: Any = None
@@ -199,6 +209,11 @@ class CudaClock:
         current.marks.append((name, self._event()))
         self._last_host = now
 
+    def split(self, shares: Mapping[str, float]) -> None:
+        if self._divides:
+            self._current.marks.append((shares, self._event()))
+            self._last_host = perf_counter()
+
     def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
         current = self._current
         if not current.marks:
@@ -257,6 +272,11 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
     for name, event in step.marks:
         elapsed_s = last.elapsed_time(event) * 1e-3
         step_s += elapsed_s
+        last = event
+        if not isinstance(name, str):
+            for part, share in name.items():
+                phases[part] = phases.get(part, 0.0) + elapsed_s * share
+            continue
         if name == DATA_WAIT:
             wait_s = min(elapsed_s, step.host_wait_s)
             other_s = min(elapsed_s - wait_s, step.host_other_s)
@@ -264,7 +284,6 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float]]:
             phases[TRANSFER] = phases.get(TRANSFER, 0.0) + elapsed_s - wait_s - other_s
             elapsed_s = wait_s
         phases[name] = phases.get(name, 0.0) + elapsed_s
-        last = event
     return step_s, phases if step.divided else {}
 
 

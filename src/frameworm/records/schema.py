@@ -132,6 +132,16 @@ class CheckpointStatistics:
 
 
 @dataclass(slots=True)
+class Compilation:
+    """What torch.compile did in a run."""
+
+    time_s: float
+    graphs: int
+    recompilations: int
+    reasons: list[str] = field(default_factory=list)  # of the first few recompilations
+
+
+@dataclass(slots=True)
 class Remedy:
     knob: str
     value: Any
@@ -182,6 +192,8 @@ class RunRecord:
     quality: Quality = field(default_factory=Quality)
     checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)
     skipped_steps: int | None = None
+    compilation: Compilation | None = None
+    captured_steps: int | None = None  # steps replayed as CUDA graphs
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what the run wants said: fallbacks, losses of records, host waits
@@ -262,6 +274,8 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
         ("checkpoint", CheckpointStatistics),
     ):
         values[name] = kind(**_known(kind, values.get(name) or {}))
+    if values.get("compilation"):
+        values["compilation"] = Compilation(**_known(Compilation, values["compilation"]))
     values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
     values["findings"] = [_finding(item) for item in values.get("findings") or []]
     return cls(**values)

@@ -1,0 +1,171 @@
+"""Orders of an epoch that keep padding small: pure functions of a permutation, the token lengths, a seed and the epoch.
+
+All of them hold every sample exactly once and know nothing of ranks and micro-batches, so that a step holds the same
+samples on any number of processes. A short last step stays last and is no special choice of lengths; every sample is
+equally likely in every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Order = npt.NDArray[Any]
+
+# The permutation itself is drawn from [seed, epoch]; what is drawn here must not repeat it.
+_STREAM = 1
+# Measured on AG News (cut at 128 and 256) and IMDB (512): with these no more than 5% of a bucketed epoch is padding.
+WINDOW_STEPS = 512
+MOST_WIDTHS = 16
+_MOST_CANDIDATES = 512
+
+
+def balanced(order: Order, lengths: npt.NDArray[Any], global_batch: int, *, seed: int, epoch: int) -> Order:
+    """Steps, and any contiguous parts of a step, of nearly the same number of tokens.
+
+    The samples, sorted by length, are cut into `global_batch` strata, and every step gets one sample of each: the
+    widest stratum first, its shortest sample to the step that has the most tokens so far. Token sums of two steps
+    differ by less than the longest sample. Inside a step, neighbours in length go to different halves, and again
+    within each half, so that ranks and micro-batches are balanced however the step is cut.
+
+    Args:
+        order: A random permutation of the samples, or of some of them.
+        lengths: Tokens of every sample of the data set.
+        global_batch: Samples per step.
+        seed: Seed of what is drawn here.
+        epoch: Another epoch draws something else.
+    """
+    random = np.random.default_rng(np.random.SeedSequence([seed, epoch, _STREAM]))
+    # Stable: samples of equal length stay in random order.
+    ranked = order[np.argsort(lengths[order], kind="stable")]
+    steps, rest = divmod(len(ranked), global_batch)
+    short = ranked[:0]
+    if rest:
+        # Every n-th of the sorted samples from a random first one: each is as likely as any other, and the step's
+        # token sum is near its mean, so that a step that lacks few samples needs no larger capacity than a full one.
+        places = ((np.arange(rest) + random.random()) * (len(ranked) / rest)).astype(np.int64)
+        places = np.minimum(places, len(ranked) - 1)
+        short = ranked[places]
+        ranked = np.delete(ranked, places)
+    parts = []
+    if steps:
+        dealt = _deal(lengths[ranked].reshape(global_batch, steps).astype(np.int64), random)
+        parts.append(ranked[_alternate(dealt, lengths[ranked].astype(np.int64), random)].reshape(-1))
+    if rest:
+        parts.append(_alternate(short[None], lengths, random)[0])
+    return np.concatenate(parts) if parts else order
+
+
+def bucketed(
+    order: Order,
+    lengths: npt.NDArray[Any],
+    global_batch: int,
+    *,
+    seed: int,
+    epoch: int,
+    window_steps: int = WINDOW_STEPS,
+) -> Order:
+    """Steps of like length: windows of the permutation are sorted and cut into steps, and all steps are shuffled.
+
+    Args:
+        order: A random permutation of the samples, or of some of them.
+        lengths: Tokens of every sample of the data set.
+        global_batch: Samples per step.
+        seed: Seed of what is drawn here.
+        epoch: Another epoch draws something else.
+        window_steps: About how many steps are sorted together.
+    """
+    random = np.random.default_rng(np.random.SeedSequence([seed, epoch, _STREAM]))
+    steps, rest = divmod(len(order), global_batch)
+    short, body = order[:rest], order[rest:]
+    rows = []
+    windows = max(1, round(steps / window_steps))
+    # Windows of equal size: a small one at the end would hold steps of less like length than the others.
+    borders = [steps * window // windows * global_batch for window in range(windows + 1)]
+    for start, stop in itertools.pairwise(borders):
+        window = body[start:stop]
+        rows.append(window[np.argsort(lengths[window], kind="stable")].reshape(-1, global_batch))
+    table = np.concatenate(rows)
+    # Shuffled inside a step too: ranks and micro-batches are slices of it.
+    table = random.permuted(table[random.permutation(len(table))], axis=1)
+    return np.concatenate([table.reshape(-1), short])
+
+
+def widths(lengths: npt.NDArray[Any], count: int = MOST_WIDTHS) -> npt.NDArray[np.int64]:
+    """The few widths, rising, that waste least when each length is padded to the next of them; the last is the longest.
+
+    Args:
+        lengths: What is to be padded.
+        count: Most widths to use.
+    """
+    assert count >= 1
+    longest = int(np.max(lengths))
+    unit = -(-longest // _MOST_CANDIDATES)
+    candidates, counts = np.unique(np.minimum(-(-np.asarray(lengths) // unit) * unit, longest), return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])
+    # padded[i, j]: tokens when all lengths above candidate i - 1 and up to candidate j are padded to candidate j.
+    padded = (below[None, 1:] - below[:-1, None]) * candidates[None, :].astype(np.float64)
+    padded[np.tril_indices(len(candidates), -1)] = np.inf
+    best = padded[0]
+    chosen_from = [np.zeros(len(candidates), dtype=np.int64)]
+    for _ in range(min(count, len(candidates)) - 1):
+        # One width more: all up to candidate i - 1 as well as can be, the rest of the way padded to j.
+        table = np.concatenate([[0.0], best[:-1]])[:, None] + padded
+        first = np.argmin(table, axis=0)
+        chosen_from.append(first)
+        best = table[first, np.arange(len(candidates))]
+    found = []
+    end = len(candidates) - 1
+    for first in reversed(chosen_from):
+        found.append(int(candidates[end]))
+        end = int(first[end]) - 1
+        if end < 0:
+            break
+    return np.array(found[::-1], dtype=np.int64)
+
+
+def _deal(strata: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDArray[np.int64]:
+    """From lengths [stratum, sample], sorted throughout, to a table [step, stratum] of flat positions in it."""
+    batch, steps = strata.shape
+    table = np.empty((batch, steps), dtype=np.int64)
+    # Less than a token at random decides between equals, and makes all steps alike in what they may get.
+    totals = np.asarray(random.random(steps))
+    for stratum in np.argsort(strata[:, 0] - strata[:, -1], kind="stable").tolist():
+        heaviest_first = np.argsort(-totals)
+        table[stratum, heaviest_first] = np.arange(stratum * steps, (stratum + 1) * steps)
+        totals[heaviest_first] += strata[stratum]
+    return table.T
+
+
+def _alternate(
+    rows: npt.NDArray[np.int64], lengths: npt.NDArray[Any], random: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """Rows of samples sorted by length, reordered so that both halves of a row weigh alike, and halves of halves.
+
+    Where lengths are evenly spaced this is the bit-reversal order; pairs are turned so as to even out the rest.
+    """
+    count, size = rows.shape
+    if size < 2:
+        return rows
+    pairs = size // 2
+    middle = rows[:, pairs : pairs + 1] if size % 2 else rows[:, :0]
+    low = np.concatenate([rows[:, :pairs], rows[:, size - pairs :]], axis=1).reshape(count, pairs, 2)
+    low, high = low[..., 0], low[..., 1]
+    gaps = lengths[high] - lengths[low]
+    lead = np.zeros(count)
+    turned = np.empty((count, pairs), dtype=bool)
+    for pair in np.argsort(-gaps.sum(axis=0), kind="stable").tolist():
+        turn = lead + random.random(count) - 0.5 < 0  # a coin where the halves weigh the same
+        turned[:, pair] = turn
+        lead += np.where(turn, gaps[:, pair], -gaps[:, pair])
+    first, second = np.where(turned, high, low), np.where(turned, low, high)
+    if not size % 2:
+        both = _alternate(np.concatenate([first, second]), lengths, random)
+        return np.concatenate([both[:count], both[count:]], axis=1)
+    # The sample of middle length goes to the first half, which is the larger one wherever a step is cut unevenly.
+    place = pairs // 2
+    first = np.concatenate([first[:, :place], middle, first[:, place:]], axis=1)
+    return np.concatenate([_alternate(first, lengths, random), _alternate(second, lengths, random)], axis=1)

@@ -1,0 +1,97 @@
+"""How texts of unequal length meet: what `data.batching` means for a data set, and for the order of its samples."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+from torch.utils.data import Subset
+
+from frameworm.data.arrange import balanced, bucketed, widths
+from frameworm.data.counts import token_lengths
+from frameworm.data.packed import packable
+from frameworm.data.sampling import Arrange, Order
+from frameworm.data.workers import base_of
+from frameworm.errors import ConfigError
+
+Batching = Literal["padded", "bucketed", "packed"]
+
+
+def batching_of(dataset: Any, batching: Batching, *, balance: bool, shuffle: bool, own_sampler: bool) -> Batching:
+    """How batches will be made; blocks that are all full have nothing to pad, so they are simply stacked.
+
+    Args:
+        dataset: Map-style; a stream has no lengths to go by.
+        batching: What was asked for.
+        balance: Whether steps of equal token counts were asked for.
+        shuffle: Whether the order may be changed.
+        own_sampler: Whether a sampler of the user's own decides the order.
+
+    Raises:
+        ConfigError: The data set or the order does not allow it.
+    """
+    if batching == "padded" and not balance:
+        return batching
+    if getattr(base_of(dataset), "blocks_are_full", False):
+        return "padded"
+    name = type(base_of(dataset)).__name__
+    asked = "balance" if batching == "padded" else f"batching {batching}"
+    if own_sampler:
+        raise ConfigError(
+            f"{asked}: a sampler of your own decides the order of the samples; leave it out, or use batching padded "
+            "without balance"
+        )
+    if batching == "packed" and not packable(dataset):
+        raise ConfigError(
+            f"batching packed: {name} does not say how its samples lie end to end (it has no method packing()); use "
+            f"{'bucketed or padded' if token_lengths(dataset) is not None else 'padded'}"
+        )
+    if token_lengths(dataset) is None:
+        raise ConfigError(
+            f"{asked}: {name} does not tell the lengths of its samples; give it an attribute token_lengths, or use "
+            "batching padded without balance"
+        )
+    if not shuffle and (balance or batching == "bucketed"):
+        raise ConfigError(
+            f"{asked}: it puts the samples in an order of its own, and shuffle is off; turn shuffle on, or use "
+            "batching padded without balance"
+        )
+    return batching
+
+
+def arrangement(dataset: Any, batching: Batching, balance: bool, global_batch: int, seed: int) -> Arrange | None:
+    """What turns an epoch's random order into the one to use; None leaves it as it is."""
+    if (not balance and batching != "bucketed") or getattr(base_of(dataset), "blocks_are_full", False):
+        return None
+    lengths = token_lengths(dataset)
+    assert lengths is not None
+    return functools.partial(_arranged, balanced if balance else bucketed, lengths, global_batch, seed)
+
+
+def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
+    """The data set with batches of few different widths, where it can do that; bucketed always gives few.
+
+    Args:
+        dataset: One with `with_widths` and `with_width_step`, such as `TextDataset`, or subsets of it.
+        batching: How its samples meet.
+        most_widths: Most different widths of padded batches; None for any.
+    """
+    base = base_of(dataset)
+    if batching == "packed" or (batching == "padded" and most_widths is None) or not hasattr(base, "with_widths"):
+        return dataset
+    if batching == "bucketed":
+        lengths = token_lengths(base)
+        assert lengths is not None
+        return _on_base(dataset, base.with_widths(widths(lengths)))
+    assert most_widths is not None
+    return _on_base(dataset, base.with_width_step(-(-base.max_seq_len // most_widths)))
+
+
+def _on_base(dataset: Any, base: Any) -> Any:
+    """The same subsets of another data set."""
+    return Subset(_on_base(dataset.dataset, base), dataset.indices) if isinstance(dataset, Subset) else base
+
+
+def _arranged(function: Any, lengths: Any, global_batch: int, seed: int, order: Order, epoch: int) -> Order:
+    arranged: Order = function(order, lengths, global_batch, seed=seed, epoch=epoch)
+    return arranged

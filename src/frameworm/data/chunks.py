@@ -1,0 +1,195 @@
+"""The packed batches of a run: their common shape, and which samples each holds, some tens of them at a time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from frameworm.data.ahead import ReadAhead
+from frameworm.data.counts import groups_of_steps
+from frameworm.data.packed import MISSING, PackedTexts, batch_bytes, round_capacity
+from frameworm.data.resident import ResidentTexts, fits_device
+from frameworm.data.sampling import StepSampler
+from frameworm.data.token_sets import Packing
+from frameworm.errors import DeviceError
+
+LOOKED_AT_EPOCHS = 8
+_MOST_BATCHES = 32
+_MOST_BYTES = 2**23
+_FIRST_BATCHES = 4
+_MOST_KEPT_SAMPLES = 2**23
+
+
+class ChunkPlan:
+    """Packed batches of one rank.
+
+    The capacity T is the same on all ranks: the largest token sum of any rank's micro-batch in the first epochs (at
+    most eight, fewer for more than a million samples), rounded up. A later epoch that needs more gets a larger one.
+
+    Args:
+        packing: The samples.
+        sampler: Which of them form which micro-batch.
+        epochs: How many epochs will be read, as far as is known.
+    """
+
+    def __init__(self, packing: Packing, sampler: StepSampler, epochs: int = 1) -> None:
+        self._packing = packing
+        self._sampler = sampler
+        self._epochs = epochs
+        share = -(-sampler.global_batch // sampler.world_size)
+        self.batch_size = min(sampler.micro_batch, share)
+        self._needs: dict[int, int] = {}
+        self._usual: int | None = None
+        self._preparing: dict[int, threading.Thread] = {}
+        # Drawing the orders of a large data set takes time, and keeping them memory: fewer are looked at.
+        self._looked_at = max(1, min(epochs, LOOKED_AT_EPOCHS, _MOST_KEPT_SAMPLES // sampler.size))
+        sampler.kept_orders = max(2, self._looked_at)
+
+    def capacity(self, epoch: int) -> int:
+        """T: tokens of every micro-batch of an epoch."""
+        if self._usual is None:
+            self._usual = max(self._need(early) for early in range(self._looked_at))
+        return round_capacity(max(self._usual, self._need(epoch)))
+
+    def rows(self, epoch: int, start: int = 0) -> NDArray[np.int64]:
+        """The samples of this rank's micro-batches [micro-batches, batch_size] from a step on; -1 where none is."""
+        self._wait_for(epoch)
+        order = self._sampler.order_of(epoch)
+        found = []
+        for begins, pieces in groups_of_steps(self._sampler, len(order)):
+            rows = np.full((len(begins), len(pieces), self.batch_size), MISSING, dtype=np.int64)
+            for number, piece in enumerate(pieces):
+                size = piece.stop - piece.start
+                rows[:, number, :size] = order[begins[:, None] + np.arange(piece.start, piece.stop)]
+            found.append(rows[max(0, start - int(begins[0]) // self._sampler.global_batch) :])
+        return np.concatenate([rows.reshape(-1, self.batch_size) for rows in found])
+
+    def prepare(self, epoch: int) -> None:
+        """Draw an epoch's order in a thread, so that nobody waits for it when that epoch begins."""
+        known = epoch in self._needs and self._sampler.has_order(epoch)
+        if epoch < self._epochs and not known and epoch not in self._preparing:
+            thread = threading.Thread(target=self._measure, args=(epoch,), name="frameworm-next-epoch", daemon=True)
+            self._preparing[epoch] = thread
+            thread.start()
+
+    def host_chunks(self, epoch: int, start: int, pin: bool) -> ReadAhead[Any, dict[str, Tensor]]:
+        """Chunks in host memory, put together in a thread."""
+        capacity = self.capacity(epoch)
+        texts = PackedTexts(self._packing, self.batch_size, capacity)
+        device = torch.cuda.current_device() if pin else None
+        rows = self.rows(epoch, start)
+        self.prepare(epoch + 1)
+        return ReadAhead(
+            (rows[part] for part in self._parts(len(rows), capacity)),
+            lambda part: texts.chunk(part, pin=pin),
+            # A new thread would otherwise allocate on, and so begin to use, the first GPU.
+            start=None if device is None else lambda: torch.cuda.set_device(device),
+        )
+
+    def resident_chunks(self, texts: ResidentTexts, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
+        """Chunks put together on the device; an epoch's indices are sent there once."""
+        capacity = self.capacity(epoch)
+        rows = torch.from_numpy(self.rows(epoch, start))
+        self.prepare(epoch + 1)
+        if texts.device.type == "cuda":
+            rows = rows.pin_memory().to(texts.device, non_blocking=True)
+        return (texts.chunk(rows[part], capacity) for part in self._parts(len(rows), capacity))
+
+    def _parts(self, count: int, capacity: int) -> Iterator[slice]:
+        """Small chunks first, so that the first step does not wait for a large one."""
+        size = batch_bytes(self.batch_size, capacity, self._packing.max_seq_len)
+        most = max(1, min(_MOST_BATCHES, _MOST_BYTES // size))
+        begin, batches = 0, min(_FIRST_BATCHES, most)
+        while begin < count:
+            yield slice(begin, min(begin + batches, count))
+            begin += batches
+            batches = min(2 * batches, most)
+
+    def _need(self, epoch: int) -> int:
+        """The largest token sum of any rank's micro-batch."""
+        self._wait_for(epoch)
+        if epoch not in self._needs:
+            self._measure(epoch)
+        return self._needs[epoch]
+
+    def _measure(self, epoch: int) -> None:
+        sampler = self._sampler
+        order = sampler.order_of(epoch)
+        before = np.concatenate(([0], np.cumsum(self._packing.lengths[order], dtype=np.int64)))
+        most = 1
+        for begins, _ in groups_of_steps(sampler, len(order)):
+            samples = min(sampler.global_batch, len(order) - int(begins[0]))
+            pieces = sampler.pieces_of_all(samples)
+            starts = np.array([piece.start for piece in pieces])
+            stops = np.array([piece.stop for piece in pieces])
+            sums = before[begins[:, None] + stops] - before[begins[:, None] + starts]
+            most = max(most, int(sums.max()))
+        self._needs[epoch] = most
+
+    def _wait_for(self, epoch: int) -> None:
+        thread = self._preparing.pop(epoch, None)
+        if thread is not None:
+            thread.join()
+
+
+class PackedBatches:
+    """Where the chunks of a loader come from: a thread on the host, or the device itself.
+
+    Args:
+        packing: The samples.
+        epochs: As for `ChunkPlan`.
+        resident: Whether the samples are kept on the device; auto: if they are small beside its memory.
+        pin: Whether chunks of the host lie in page-locked memory.
+    """
+
+    def __init__(self, packing: Packing, epochs: int, resident: bool | Literal["auto"], pin: bool) -> None:
+        self._packing = packing
+        self._epochs = epochs
+        self._wanted = resident
+        self._pin = pin
+        self._plan: ChunkPlan | None = None
+        self._resident: ResidentTexts | None = None
+        self._readers: weakref.WeakSet[ReadAhead[Any, Any]] = weakref.WeakSet()
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """The plan in force."""
+        assert self._plan is not None, "not placed yet"
+        return self._plan
+
+    def place(self, sampler: StepSampler) -> None:
+        """Say which samples form this rank's micro-batches."""
+        self._plan = ChunkPlan(self._packing, sampler, self._epochs)
+
+    def chunks(self, epoch: int, start: int, device: torch.device | None) -> Iterator[dict[str, Tensor]]:
+        """The chunks of an epoch from a step on; see `OptimizedDataLoader.chunks`."""
+        texts = None if device is None else self._on(device)
+        if texts is not None:
+            return self.plan.resident_chunks(texts, epoch, start)
+        reader = self.plan.host_chunks(epoch, start, self._pin)
+        self._readers.add(reader)
+        return reader
+
+    def close(self) -> None:
+        """End the threads."""
+        for reader in list(self._readers):
+            reader.close()
+
+    def _on(self, device: torch.device) -> ResidentTexts | None:
+        """The samples on the device, if they are to be there."""
+        if self._wanted is False:
+            return None
+        if self._wanted is True and device.type != "cuda":
+            raise DeviceError(f"resident: true keeps the samples on a GPU, and this run is on {device}; use auto")
+        if self._resident is None or self._resident.device != device:
+            if self._wanted == "auto" and not fits_device(self._packing, device):
+                return None
+            self._resident = ResidentTexts(self._packing, device)
+        return self._resident

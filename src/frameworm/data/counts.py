@@ -1,0 +1,96 @@
+"""Tokens of each step of an epoch, counted once per epoch: a step only looks them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Subset
+
+from frameworm.data.sampling import Order, Piece, StepSampler
+from frameworm.data.workers import base_of
+
+Counts = npt.NDArray[np.int64]
+
+
+def token_lengths(dataset: Any) -> npt.NDArray[Any] | None:
+    """Real tokens per sample, through any subsets, or None when the data set does not say."""
+    if isinstance(dataset, Subset):
+        lengths = token_lengths(dataset.dataset)
+        return None if lengths is None else lengths[np.asarray(dataset.indices)]
+    lengths = getattr(dataset, "token_lengths", None)
+    return None if lengths is None else np.asarray(lengths)
+
+
+class TokenCounts:
+    """Real and padded tokens of this rank's part of each step.
+
+    Args:
+        dataset: Tells `token_lengths`, and how wide a batch becomes by `padded_length(lengths)`, or, for many batches
+            at once, by `padded_lengths(longest)` where the width follows from the longest sample.
+        capacity: Tokens of every micro-batch of an epoch, where they are packed.
+    """
+
+    def __init__(self, dataset: Any, capacity: Callable[[int], int] | None = None) -> None:
+        self._lengths = token_lengths(dataset)
+        base = base_of(dataset)
+        self._padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base, "padded_length", None)
+        self._padded_lengths: Callable[[Counts], Counts] | None = getattr(base, "padded_lengths", None)
+        self._capacity = capacity
+        self._order: Order | None = None
+        self._tokens: list[int] = []
+        self._padded: list[int] | None = None
+
+    def of(self, sampler: StepSampler, step: int) -> tuple[int | None, int | None]:
+        """Real and padded tokens of this rank's part of a step; None where the data set does not say."""
+        order = sampler.order()
+        if self._lengths is None or order.dtype == object:
+            return None, None
+        if order is not self._order:
+            self._count(sampler, order, self._lengths[order])
+            self._order = order
+        return self._tokens[step], None if self._padded is None else self._padded[step]
+
+    def _count(self, sampler: StepSampler, order: Order, lengths: npt.NDArray[Any]) -> None:
+        before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        tokens, padded = [], []
+        for begins, pieces in groups_of_steps(sampler, len(order)):
+            own = [piece for piece in pieces if piece.samples]
+            first, last = (own[0].start, own[-1].stop) if own else (0, 0)
+            tokens.append(before[begins + last] - before[begins + first])
+            padded.append(self._padded_tokens(sampler.epoch, begins, pieces, lengths))
+        self._tokens = [count for part in tokens for count in part.tolist()]
+        self._padded = [count for part in padded if part is not None for count in part.tolist()]
+        if any(part is None for part in padded):
+            self._padded = None
+
+    def _padded_tokens(
+        self, epoch: int, begins: Counts, pieces: list[Piece], lengths: npt.NDArray[Any]
+    ) -> Counts | None:
+        if self._capacity is not None:
+            return np.full(len(begins), self._capacity(epoch) * len(pieces))
+        if self._padded_length is None:
+            return None
+        total = np.zeros(len(begins), dtype=np.int64)
+        for piece in pieces:
+            starts, size = begins + piece.start, piece.stop - piece.start
+            if self._padded_lengths is not None:
+                # Maxima over [start, stop); the numbers between two pieces are left out, a last one stops the last.
+                borders = np.stack([starts, starts + size], axis=1).ravel()
+                longest = np.maximum.reduceat(np.append(lengths, 0), borders)[::2]
+                total += size * self._padded_lengths(longest)
+            else:
+                total += [size * int(self._padded_length(lengths[start : start + size])) for start in starts.tolist()]
+        return total
+
+
+def groups_of_steps(sampler: StepSampler, size: int) -> list[tuple[Counts, list[Piece]]]:
+    """The steps of an epoch of `size` samples by their plan: where each begins, and this rank's pieces of it."""
+    full, rest = divmod(size, sampler.global_batch)
+    begins = np.arange(full + 1) * sampler.global_batch
+    groups = [(begins[:full], sampler.pieces(0))] if full else []
+    if rest and not sampler.drop_last:
+        groups.append((begins[full:], sampler.pieces(full)))
+    return groups

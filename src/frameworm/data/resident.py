@@ -1,0 +1,95 @@
+"""A small data set that lives on the device: packed batches are put together there, and the host sends only indices."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frameworm.data.packed import IGNORED_LABEL, spare_sequences
+from frameworm.data.token_sets import Packing
+
+MOST_BYTES = 2**30
+MOST_SHARE = 0.05
+_BYTES_PER_TOKEN = 4
+_BYTES_PER_SAMPLE = 3 * 8
+
+
+def resident_bytes(packing: Packing) -> int:
+    """Device memory that the samples take."""
+    begin, end = _stretch(packing)
+    return (end - begin) * _BYTES_PER_TOKEN + len(packing.lengths) * _BYTES_PER_SAMPLE
+
+
+def fits_device(packing: Packing, device: torch.device) -> bool:
+    """Whether the samples are small beside the memory of a GPU."""
+    size = resident_bytes(packing)
+    if device.type != "cuda" or size >= MOST_BYTES:
+        return False
+    return size < MOST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+class ResidentTexts:
+    """`PackedTexts` on a device: tokens, starts, lengths and labels are tensors there.
+
+    No call waits for the device.
+
+    Args:
+        packing: The samples.
+        device: Where they are kept.
+    """
+
+    def __init__(self, packing: Packing, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        begin, end = _stretch(packing)
+        # Copied before torch takes them over: the store is mapped read-only.
+        self._tokens = torch.from_numpy(packing.tokens[begin:end].astype(np.int32)).to(self.device)
+        self._starts = torch.from_numpy(packing.starts.astype(np.int64) - begin).to(self.device)
+        self._lengths = torch.from_numpy(packing.lengths.astype(np.int64)).to(self.device)
+        self._labels = torch.from_numpy(packing.labels.astype(np.int64)).to(self.device)
+        self._pad_id = packing.pad_id
+        self._max_seq_len = packing.max_seq_len
+        self._columns: dict[int, Tensor] = {}
+        self._padding: dict[int, Tensor] = {}
+
+    def chunk(self, indices: Tensor, capacity: int) -> dict[str, Tensor]:
+        """The packed batches of samples [batches, batch_size] on the device, -1 where there is none.
+
+        A batch that holds more tokens than the capacity cannot be refused without asking the device: the plan that
+        gives the indices also gives the capacity.
+        """
+        count, batch_size = indices.shape
+        spare = spare_sequences(capacity, self._max_seq_len)
+        columns, padding = self._constants(capacity, spare)
+        present = indices >= 0
+        safe = indices.clamp(min=0)
+        labels = torch.where(present, self._labels[safe], IGNORED_LABEL)
+        lengths = torch.where(present, self._lengths[safe], 0)
+        ends = lengths.cumsum(1)
+        used = ends[:, -1:]
+        borders = torch.cat([ends, (used + padding).clamp(max=capacity)], dim=1)
+        # The sequence of each column is the first one that ends behind it; empty ones are passed over.
+        sequence = torch.searchsorted(borders, columns.repeat(count, 1), right=True)
+        begins = torch.nn.functional.pad(borders, (1, 0))
+        positions = columns - begins.gather(1, sequence)
+        starts = self._starts[safe]
+        places = starts.gather(1, sequence.clamp(max=batch_size - 1)) + positions
+        # Padding reads some token too, within bounds, and throws it away.
+        tokens = self._tokens[places.clamp(max=self._tokens.numel() - 1)].long()
+        return {
+            "labels": labels,
+            "input_ids": torch.where(columns < used, tokens, self._pad_id),
+            "positions": positions,
+            "offsets": begins.int(),
+        }
+
+    def _constants(self, capacity: int, spare: int) -> tuple[Tensor, Tensor]:
+        if capacity not in self._columns:
+            self._columns[capacity] = torch.arange(capacity, device=self.device)
+            self._padding[capacity] = torch.arange(1, spare + 1, device=self.device) * self._max_seq_len
+        return self._columns[capacity], self._padding[capacity]
+
+
+def _stretch(packing: Packing) -> tuple[int, int]:
+    """The part of the token stream that holds all the samples."""
+    return int(packing.starts.min()), int((packing.starts + packing.lengths).max())

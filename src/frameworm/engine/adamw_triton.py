@@ -1,0 +1,218 @@
+"""The kernels of the one-pass update, in triton; imported late, where there is a GPU and triton."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803 (in triton, what is known when compiling is written in capitals)
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+# A gradient is given as its address + 1: what is odd and large makes no variant of a kernel by its alignment, and in
+# the capture of a CUDA graph no new variant can be loaded. For the same reason no number is specialised.
+#
+# Columns of a tensor's row in `rows`: 0 parameter, 1 exp_avg, 2 exp_avg_sq, 3 step, 4 learning rate (addresses);
+# 5 elements; 6 first block of the norm, 7 first block of the update.
+
+
+@triton.jit(do_not_specialize=("factor", "first_tensor", "first_block"))
+def sum_squares(
+    gradients,
+    rows,
+    owners,
+    addresses,
+    partials,
+    factor,
+    first_tensor,
+    first_block,
+    COUNT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of a gradient; the first of a tensor leaves its address for the update."""
+    block = first_block + tl.program_id(0)
+    owner = tl.load(owners + block)
+    address = tl.cast(0, tl.int64)
+    for index in tl.static_range(COUNT):
+        address += tl.where(owner == first_tensor + index, gradients[index] - 1, 0)
+    number = block - tl.load(rows + owner * 8 + 6)
+    if number == 0:
+        tl.store(addresses + owner, address)
+    start = number.to(tl.int64) * BLOCK
+    left = tl.load(rows + owner * 8 + 5) - start
+    scale = tl.load(factor).to(tl.float32) if FACTOR else 1.0
+    # Without a mask, and known to be aligned, the loads are 128 bits wide.
+    if (left >= BLOCK) & (address % 16 == 0):
+        total = _block_squares(address + start * 4, left, scale, WHOLE=True, FACTOR=FACTOR, BLOCK=BLOCK)
+    else:
+        total = _block_squares(address + start * 4, left, scale, WHOLE=False, FACTOR=FACTOR, BLOCK=BLOCK)
+    tl.store(partials + block, total)
+
+
+@triton.jit
+def _block_squares(address, left, scale, WHOLE: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of the squares of one block."""
+    lanes = tl.arange(0, BLOCK)
+    values = _read(address, lanes, left, WHOLE)
+    if FACTOR:
+        values *= scale
+    return tl.sum(values * values, 0)
+
+
+@triton.jit
+def _pointers(address, lanes, WHOLE: tl.constexpr):
+    """Pointers to the fp32 elements of a block; aligned to 16 bytes where the block is a whole one."""
+    base = address.to(tl.pointer_type(tl.float32))
+    if WHOLE:
+        base = tl.multiple_of(base, 16)
+    return base + lanes
+
+
+@triton.jit
+def _read(address, lanes, left, WHOLE: tl.constexpr):
+    """Elements of a block, 0 beyond its end."""
+    if WHOLE:
+        return tl.load(_pointers(address, lanes, WHOLE))
+    return tl.load(_pointers(address, lanes, WHOLE), mask=lanes < left, other=0.0)
+
+
+@triton.jit
+def _write(address, values, lanes, left, WHOLE: tl.constexpr):
+    """Store the elements of a block."""
+    if WHOLE:
+        tl.store(_pointers(address, lanes, WHOLE), values)
+    else:
+        tl.store(_pointers(address, lanes, WHOLE), values, mask=lanes < left)
+
+
+@triton.jit(do_not_specialize=("first_tensor",))
+def note_addresses(gradients, addresses, first_tensor, COUNT: tl.constexpr):
+    """Leaves the addresses of the gradients for the update, where no norm is wanted."""
+    for index in tl.static_range(COUNT):
+        tl.store(addresses + first_tensor + index, gradients[index] - 1)
+
+
+@triton.jit(do_not_specialize=("blocks", "tensors"))
+def settle(
+    partials,
+    rows,
+    constants,
+    scalars,
+    outcome,
+    clip_norm,
+    blocks,
+    tensors,
+    NORM: tl.constexpr,
+    SKIP: tl.constexpr,
+):
+    """One program: norm, clipping coefficient, whether to skip; then step count and scalars of each tensor."""
+    counted = 1.0
+    if NORM:
+        lanes = tl.arange(0, 1024)
+        sums = tl.zeros([1024], tl.float64)
+        for start in range(0, blocks, 1024):
+            sums += tl.load(partials + start + lanes, mask=start + lanes < blocks, other=0.0).to(tl.float64)
+        norm = tl.sqrt_rn(tl.sum(sums, 0).to(tl.float32))
+        coefficient = clip_norm * tl.div_rn(tl.cast(1.0, tl.float32), norm + 1e-6)
+        # Not minimum(): a coefficient that is not a number has to stay one.
+        tl.store(outcome + 2, tl.where(coefficient > 1.0, 1.0, coefficient))
+        tl.store(outcome, norm)
+        if SKIP:
+            counted = tl.where(norm < float("inf"), 1.0, 0.0)
+            tl.store(outcome + 1, 1.0 - counted)
+    for first in range(0, tensors, 128):
+        number = first + tl.arange(0, 128)
+        there = number < tensors
+        row = rows + number * 8
+        step_pointers = tl.load(row + 3, mask=there, other=0).to(tl.pointer_type(tl.float32))
+        step = tl.load(step_pointers, mask=there, other=1.0) + counted
+        tl.store(step_pointers, step, mask=there)
+        rate_pointers = tl.load(row + 4, mask=there, other=0).to(tl.pointer_type(tl.float32))
+        rate = tl.load(rate_pointers, mask=there, other=0.0).to(tl.float64)
+        constant = constants + number * 6
+        # 1 - beta ** step loses its digits in fp32 when beta is close to 1. A skipped first step is not counted.
+        count = tl.maximum(step, 1.0).to(tl.float64)
+        correction1 = 1.0 - tl.exp(count * tl.load(constant, mask=there, other=-1.0))
+        correction2 = 1.0 - tl.exp(count * tl.load(constant + 1, mask=there, other=-1.0))
+        decay = tl.load(constant + 5, mask=there, other=0.0)
+        scalar = scalars + number * 8
+        tl.store(scalar, (rate / correction1).to(tl.float32), mask=there)
+        tl.store(scalar + 1, tl.sqrt_rn((1.0 / correction2).to(tl.float32)), mask=there)
+        tl.store(scalar + 2, (rate * decay).to(tl.float32), mask=there)
+        for index in tl.static_range(3):
+            value = tl.load(constant + 2 + index, mask=there, other=0.0)
+            tl.store(scalar + 3 + index, value.to(tl.float32), mask=there)
+
+
+@triton.jit(do_not_specialize=("factor",))
+def update(
+    rows,
+    owners,
+    addresses,
+    scalars,
+    outcome,
+    factor,
+    NORM: tl.constexpr,
+    SKIP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of a parameter."""
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    row = rows + owner * 8
+    start = (block - tl.load(row + 7)).to(tl.int64) * BLOCK
+    left = tl.load(row + 5) - start
+    if SKIP:
+        # A block with nothing left of it changes nothing.
+        left = tl.where(tl.load(outcome + 1) == 0.0, left, 0)
+    parameter = tl.load(row)
+    average = tl.load(row + 1)
+    average_square = tl.load(row + 2)
+    gradient = tl.load(addresses + owner)
+    aligned = (parameter | average | average_square | gradient) % 16 == 0
+    offset = start * 4
+    if (left >= BLOCK) & aligned:
+        _update_block(
+            parameter + offset, average + offset, average_square + offset, gradient + offset, left,
+            scalars + owner * 8, outcome, factor, WHOLE=True, NORM=NORM, FACTOR=FACTOR, BLOCK=BLOCK,
+        )  # fmt: skip
+    elif left > 0:
+        _update_block(
+            parameter + offset, average + offset, average_square + offset, gradient + offset, left,
+            scalars + owner * 8, outcome, factor, WHOLE=False, NORM=NORM, FACTOR=FACTOR, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update_block(
+    parameter,
+    average,
+    average_square,
+    gradient,
+    left,
+    scalar,
+    outcome,
+    factor,
+    WHOLE: tl.constexpr,
+    NORM: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """AdamW on one block."""
+    lanes = tl.arange(0, BLOCK)
+    g = _read(gradient, lanes, left, WHOLE)
+    p = _read(parameter, lanes, left, WHOLE)
+    m = _read(average, lanes, left, WHOLE)
+    v = _read(average_square, lanes, left, WHOLE)
+    if FACTOR:
+        g *= tl.load(factor).to(tl.float32)
+    if NORM:
+        g *= tl.load(outcome + 2)
+    # Towards the new value instead of beta * old + ...: fp32 holds 1 - beta exactly enough, beta itself not.
+    m += tl.load(scalar + 3) * (g - m)
+    v += tl.load(scalar + 4) * (g * g - v)
+    p -= tl.load(scalar + 2) * p
+    p -= tl.load(scalar) * m / (tl.sqrt(v) * tl.load(scalar + 1) + tl.load(scalar + 5))
+    _write(parameter, p, lanes, left, WHOLE)
+    _write(average, m, lanes, left, WHOLE)
+    _write(average_square, v, lanes, left, WHOLE)

@@ -1,0 +1,57 @@
+"""torch.compile for a run: which mode, how long it took, and whether it had to be done again."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import GPUConfig
+from frameworm.records.schema import Compilation
+
+
+class Compiler:
+    """Compiles the model of one run and keeps count.
+
+    Args:
+        gpu: What was asked for. Deterministic mode forbids choosing kernels by timing them.
+        captured: The whole step is recorded as a graph, so the compiler must not record graphs of its own.
+    """
+
+    def __init__(self, gpu: GPUConfig, *, captured: bool) -> None:
+        self.enabled = gpu.compile_model
+        self.mode: str | None = gpu.compile_mode
+        if self.mode == "default" or (self.mode == "max-autotune" and gpu.deterministic):
+            self.mode = None
+        elif captured:
+            self.mode = "max-autotune-no-cudagraphs" if self.mode == "max-autotune" else None
+        self._earlier = 0
+
+    def apply(self, model: nn.Module) -> None:
+        """Let the model be compiled at its first call."""
+        if self.enabled:
+            from torch._dynamo.utils import get_compilation_metrics
+
+            self._earlier = len(get_compilation_metrics())
+            model.compile(mode=self.mode)
+
+    def uncompiled(self) -> AbstractContextManager[object]:
+        """Inside it the model runs as written: for batches too few to be worth another compilation."""
+        return torch.compiler.set_stance("force_eager") if self.enabled else contextlib.nullcontext()
+
+    def record(self) -> Compilation | None:
+        """What the compiler did in this run; None when it was not asked to."""
+        if not self.enabled:
+            return None
+        from torch._dynamo.utils import get_compilation_metrics
+
+        events = get_compilation_metrics()[self._earlier :]
+        again = [event for event in events if event.recompile_reason]
+        return Compilation(
+            time_s=sum((event.duration_us or 0) for event in events) * 1e-6,
+            graphs=sum(bool(event.is_forward) for event in events),
+            recompilations=len(again),
+            reasons=[str(event.recompile_reason).splitlines()[0] for event in again[:3]],
+        )

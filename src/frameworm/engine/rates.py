@@ -1,0 +1,85 @@
+"""Learning rates on the device, where a recorded step reads them; the optimizer's groups keep plain numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_OTHERS = ("betas", "momentum", "weight_decay", "eps", "dampening", "alpha")
+
+
+class DeviceRates:
+    """One tensor with the rate of every group.
+
+    Optimizers that count steps on the host are told to count on the device (torch's `capturable`).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        groups = optimizer.param_groups
+        self._tensor = torch.zeros(len(groups), device=groups[0]["params"][0].device)
+        self._views = self._tensor.unbind(0)
+        self._sent: list[Any] = []
+        self._baked = self._others()
+        self._count_on_device()
+
+    def send(self) -> None:
+        """Bring the groups' rates to the device, if they have changed."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rates == self._sent:
+            return
+        numbers = [rate for rate in rates if not isinstance(rate, torch.Tensor)]
+        if len(numbers) == len(rates) and len(set(numbers)) == 1:
+            self._tensor.fill_(numbers[0])
+        else:
+            for view, rate in zip(self._views, rates):
+                if not isinstance(rate, torch.Tensor):
+                    view.fill_(rate)
+        self._sent = rates
+
+    def baked_in_changed(self) -> bool:
+        """Whether a setting that a recorded step holds as a constant has changed since the last call."""
+        others = self._others()
+        changed = others != self._baked
+        self._baked = others
+        return changed
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Let the optimizer read the rates from the device while a step is recorded."""
+        groups = self._optimizer.param_groups
+        kept: list[dict[str, Any]] = [
+            {name: group[name] for name in ("lr", "capturable", "fused", "foreach") if name in group}
+            for group in groups
+        ]
+        for group, view in zip(groups, self._views):
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = view
+            if "capturable" in group:
+                group["capturable"] = True
+            elif type(self._optimizer) is torch.optim.SGD:
+                # Of torch's three ways to do it only this one leaves the rate on the device.
+                group.update(fused=True, foreach=False)
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, kept):
+                group.update(values)
+
+    def _others(self) -> list[tuple[Any, ...]]:
+        return [tuple([group.get(name) for name in _OTHERS]) for group in self._optimizer.param_groups]
+
+    def _count_on_device(self) -> None:
+        for group in self._optimizer.param_groups:
+            if "capturable" not in group or group.get("fused"):
+                continue
+            group["capturable"] = True
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+        # torch warns when such an optimizer runs eagerly, which some steps of a captured run do.
+        self._optimizer._warned_capturable_if_run_uncaptured = True

@@ -1,0 +1,92 @@
+"""Attention over sequences that lie end to end in one row of tokens.
+
+`offsets` holds the borders: sequence i is `tokens[offsets[i]:offsets[i + 1]]`. Nothing here asks the host for a length
+and all shapes are known beforehand, so a model can be compiled in one graph and captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, causal: bool = False
+) -> Tensor:
+    """Attention of every token to the tokens of its own sequence.
+
+    Args:
+        query: [tokens, heads, width of a head]; `key` and `value` likewise.
+        offsets: Borders of the sequences, int32, [sequences + 1], from 0 to the number of tokens. Empty sequences
+            are allowed.
+        max_length: No sequence is longer.
+        causal: A token sees only itself and those before it.
+
+    Returns:
+        [tokens, heads, width of a head].
+    """
+    if _fits_flash(query) and _flash_allowed():
+        from torch.nn.attention.varlen import varlen_attn  # late: it brings the whole compiler along
+
+        more: dict[str, Any] = {}
+        if causal:
+            more = {"is_causal": True} if _takes_is_causal() else {"window_size": (-1, 0)}
+        mixed = varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **more)
+        assert isinstance(mixed, Tensor)
+        return mixed
+    return _padded_attention(query, key, value, offsets, max_length, causal)
+
+
+def _fits_flash(query: Tensor) -> bool:
+    width = query.size(2)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and width % 8 == 0 and width <= _WIDEST_HEAD
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _flash_allowed() -> bool:
+    """Whether this GPU has the flash kernels and the user lets them run."""
+    return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _takes_is_causal() -> bool:
+    """How this torch is told that no token looks ahead; the keyword changed between versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "is_causal" in inspect.signature(varlen_attn).parameters
+
+
+def _padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, causal: bool
+) -> Tensor:
+    """The same on one row per sequence, filled up to `max_length`."""
+    tokens, heads, width = query.shape
+    within = torch.arange(max_length, device=query.device)
+    starts, ends = offsets[:-1].long(), offsets[1:].long()
+    places = starts.unsqueeze(1) + within
+    # The first place counts as real even in an empty sequence: a softmax over nothing is NaN. Nobody reads its result.
+    attended = ((places < ends.unsqueeze(1)) | (within == 0))[:, None, None, :]
+    if causal:
+        attended = attended & (within.unsqueeze(1) >= within)
+    rows = places.clamp(max=tokens - 1).flatten()
+
+    def padded(packed: Tensor) -> Tensor:
+        return packed.index_select(0, rows).view(-1, max_length, heads, width).transpose(1, 2)
+
+    mixed = F.scaled_dot_product_attention(padded(query), padded(key), padded(value), attn_mask=attended)
+    sequence = sequence_of_tokens(offsets, tokens)
+    back = sequence * max_length + torch.arange(tokens, device=query.device) - starts.index_select(0, sequence)
+    return mixed.transpose(1, 2).reshape(-1, heads, width).index_select(0, back)
+
+
+def sequence_of_tokens(offsets: Tensor, tokens: int) -> Tensor:
+    """Which sequence each token belongs to, [tokens]; empty sequences have none."""
+    token = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), token, right=True)

@@ -1,0 +1,175 @@
+"""Linear head and cross-entropy in one: the logits exist only a chunk of tokens at a time.
+
+Logits of 16,384 tokens over 50,304 words are 1.6 GB in bf16, more than all else GPT-2 keeps for backward, and torch's
+own cross-entropy holds them in fp32 too. Here a chunk's logits are turned into their gradient in place and used up
+before the next chunk is computed. So the gradients are made in forward; backward only scales them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frameworm.errors import ModelError
+
+LOGITS_BYTES = 2**28  # of one chunk: large enough for fast matrix products
+_FEWEST_TOKENS = 1024
+_TILE = 128  # tokens; what matrix units like a multiple of
+
+Rows = Callable[[Tensor, Tensor, Tensor, int, bool], None]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk_tokens: int | None = None
+) -> Tensor:
+    """The mean cross-entropy of `hidden @ weight.T` against the targets.
+
+    Matrix products run in autocast's numbers, or else in those of `hidden`; softmax, loss and the sum of the weight's
+    gradient are fp32. There is no second derivative.
+
+    Args:
+        hidden: [tokens, width].
+        weight: [vocabulary, width]; may be shared with the embedding.
+        targets: int64, [tokens].
+        ignore_index: Target that is left out of the mean.
+        chunk_tokens: Tokens whose logits are held at a time; None chooses by size.
+
+    Returns:
+        A scalar, fp32; 0 when all targets are left out.
+    """
+    device_type = hidden.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        hidden = hidden.to(torch.get_autocast_dtype(device_type))
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss: Tensor = _linear_cross_entropy(hidden, weight, targets, ignore_index, chunk_tokens or 0, wanted)[0]
+    return loss
+
+
+def choose_chunk(tokens: int, vocabulary: int, element_bytes: int) -> int:
+    """Tokens per chunk: equal shares that keep a chunk's logits within `LOGITS_BYTES`, and no tiny products."""
+    most = max(_FEWEST_TOKENS, LOGITS_BYTES // (vocabulary * element_bytes))
+    chunks = max(1, -(-tokens // most))
+    return max(1, min(tokens, -(-tokens // (chunks * _TILE)) * _TILE))
+
+
+@torch.library.custom_op(
+    "frameworm::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, int chunk_tokens, bool with_gradients)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the number of targets, and the gradients of the loss's sum; opaque to the compiler."""
+    tokens, vocabulary = hidden.size(0), weight.size(0)
+    chunk = chunk_tokens or choose_chunk(tokens, vocabulary, hidden.element_size())
+    losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    grad_hidden, grad_weight = _gradient_buffers(hidden, weight, with_gradients)
+    to_rows = _rows_on(hidden.device.type)
+    targets = targets.contiguous()
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = weight.to(hidden.dtype)
+        buffer = hidden.new_empty(min(chunk, tokens), vocabulary)
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
+            inputs = hidden[part]
+            logits = buffer[: inputs.size(0)]
+            torch.mm(inputs, head.t(), out=logits)
+            to_rows(logits, targets[part], losses[part], ignore_index, with_gradients)
+            if with_gradients:  # `logits` now holds their gradient
+                torch.mm(logits, head, out=grad_hidden[part])
+                _accumulate(grad_weight, logits.t(), inputs, first=start == 0)
+    count = (targets != ignore_index).sum().clamp(min=1).float()
+    return losses.sum() / count, count, grad_hidden, grad_weight
+
+
+@_linear_cross_entropy.register_fake
+def _shapes(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, count = (torch.empty((), dtype=torch.float32, device=hidden.device) for _ in range(2))
+    return loss, count, *_gradient_buffers(hidden, weight, with_gradients)
+
+
+def _gradient_buffers(hidden: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    if not wanted:
+        return hidden.new_empty(0), hidden.new_empty(0)
+    # Without tokens no product fills the weight's gradient.
+    make = torch.empty if hidden.size(0) else torch.zeros
+    grad_weight = make(weight.shape, dtype=torch.float32, device=weight.device)
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device), grad_weight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, count, grad_hidden, grad_weight = output
+    ctx.save_for_backward(count, grad_hidden, grad_weight)
+    ctx.weight_dtype = inputs[1].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(other is not None for other in others):
+        raise ModelError(
+            "the fused loss has no second derivative, and this training asks for one; set model.fused_loss to false"
+        )
+    count, grad_hidden, grad_weight = ctx.saved_tensors
+    if grad_loss is None:
+        return None, None, None, None, None, None
+    # Divided by the count only here: together with a loss scale, small fp16 gradients survive.
+    factor = grad_loss / count
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    return (
+        (grad_hidden.float() * factor).to(grad_hidden.dtype) if needs_hidden else None,
+        (grad_weight * factor).to(ctx.weight_dtype) if needs_weight else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_save)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """`total += left @ right` with an fp32 sum, whatever the factors are."""
+    beta = 0 if first else 1
+    if left.dtype != total.dtype and left.is_cuda:
+        try:
+            torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+        except RuntimeError:  # a torch whose addmm takes no fp32 sum beside half-width factors
+            product = torch.mm(left, right, out_dtype=total.dtype)
+            total.copy_(product) if first else total.add_(product)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+
+
+@lru_cache
+def _rows_on(device_type: str) -> Rows:
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from frameworm.models.kernels import cross_entropy_rows
+
+        return cross_entropy_rows
+    return _cross_entropy_rows
+
+
+def _cross_entropy_rows(
+    logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, with_gradient: bool
+) -> None:
+    """What the kernel of the same name does, in torch's own operations."""
+    real = targets != ignore_index
+    column = targets.where(real, 0).unsqueeze(1)
+    values = logits.float()
+    log_total = values.logsumexp(1, keepdim=True)
+    chosen = values.gather(1, column) - log_total
+    losses.copy_((-chosen).squeeze(1).where(real, 0.0))
+    if with_gradient:
+        gradient = (values - log_total).exp_()
+        gradient.scatter_(1, column, chosen.expm1())
+        logits.copy_(gradient.masked_fill_(~real.unsqueeze(1), 0.0))

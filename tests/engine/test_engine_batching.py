@@ -1,0 +1,74 @@
+"""Padded, bucketed and packed runs: the same losses step by step, and exact after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frameworm.config.load import load_config_from_mapping
+from frameworm.engine.run import run
+from frameworm.errors import TrainingInterruptedError
+from frameworm.records.events import Listener
+from frameworm.records.schema import StepRecord
+
+STEPS_PER_EPOCH = 7  # 100 samples in steps of 16, the last one of 4
+
+
+class StopAfter(Listener):
+    """Presses Ctrl-C after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def on_step(self, step: StepRecord) -> None:
+        if step.step == self._step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def train(out: Path, cache: Path, *, stop_after: int | None = None, dropout: float = 0.0, **data: Any) -> list[Any]:
+    sections = {
+        "model": {
+            "d_model": 16,
+            "n_heads": 2,
+            "num_layers": 1,
+            "dim_feedforward": 32,
+            "max_seq_len": 32,
+            "dropout": dropout,
+        },
+        "data": {"cache_dir": str(cache), "limit": 100, "vocab_size": 512, **data},
+        "training": {"epochs": 2, "global_batch": 16, "micro_batch": 8},
+        "gpu": {"device": "cpu"},
+        "checkpoint": {"every_steps": 3},
+    }
+    config = load_config_from_mapping(sections, environ={})
+    run(config, out=out, resume="auto" if out.exists() else None, callbacks=[StopAfter(stop_after)])
+    steps = [json.loads(line) for line in (out / "steps-rank0.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 * STEPS_PER_EPOCH
+    return steps
+
+
+def test_packed_steps_give_the_losses_of_padded_ones(tmp_path: Path, data_cache_dir: Path) -> None:
+    padded = train(tmp_path / "padded", data_cache_dir, balance=True)
+    packed = train(tmp_path / "packed", data_cache_dir, batching="packed")
+    assert [step["loss"] for step in packed] == pytest.approx([step["loss"] for step in padded], abs=1e-5)
+    assert [step["samples"] for step in packed] == ([16] * 6 + [4]) * 2
+    assert [step["tokens"] for step in packed] == [step["tokens"] for step in padded]
+    full = [step for step in packed if step["samples"] == 16]
+    assert len({step["padded_tokens"] for step in full}) == 1
+
+
+@pytest.mark.parametrize(("batching", "stop_after"), [("packed", 5), ("packed", 7), ("bucketed", 10)])
+def test_a_stopped_run_goes_on_exactly(batching: str, stop_after: int, tmp_path: Path, data_cache_dir: Path) -> None:
+    through = train(tmp_path / "through", data_cache_dir, dropout=0.2, batching=batching)
+    with pytest.raises(TrainingInterruptedError):
+        train(tmp_path / "stopped", data_cache_dir, dropout=0.2, batching=batching, stop_after=stop_after)
+    resumed = train(tmp_path / "stopped", data_cache_dir, dropout=0.2, batching=batching)
+    fields = ("step", "loss", "samples", "tokens", "padded_tokens")
+    assert [[step[name] for name in fields] for step in resumed] == [
+        [step[name] for name in fields] for step in through
+    ]

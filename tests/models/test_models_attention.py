@@ -1,0 +1,81 @@
+"""Attention over packed sequences: each sequence as if it were alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from frameworm.models.attention import packed_attention, sequence_of_tokens
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def borders(*lengths: int, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def one_by_one(heads: list[torch.Tensor], offsets: torch.Tensor, causal: bool) -> torch.Tensor:
+    parts = []
+    for start, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        query, key, value = (tensor[start:end].transpose(0, 1) for tensor in heads)
+        if end > start:
+            parts.append(F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def heads_of(tokens: int, **options: object) -> list[torch.Tensor]:
+    torch.manual_seed(tokens)
+    return [torch.randn(tokens, 2, 4).to(**options).requires_grad_() for _ in range(3)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 3), (0, 5, 0, 0, 4), (2, 0), (5, 5, 5)])
+def test_each_sequence_as_if_alone(lengths: tuple[int, ...], causal: bool) -> None:
+    offsets = borders(*lengths)
+    heads = heads_of(sum(lengths))
+    packed = packed_attention(*heads, offsets, 5, causal)
+    expected = one_by_one(heads, offsets, causal)
+    assert torch.allclose(packed, expected, atol=1e-6)
+    weights = torch.randn_like(packed)
+    for ours, theirs in zip(
+        torch.autograd.grad((packed * weights).sum(), heads),
+        torch.autograd.grad((expected * weights).sum(), heads),
+        strict=True,
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_sequence_of_tokens() -> None:
+    assert sequence_of_tokens(borders(2, 0, 1, 0), 3).tolist() == [0, 0, 2]
+
+
+def test_no_look_at_a_value() -> None:
+    """On the meta device there are no values: a look at one raises."""
+    with torch.device("meta"):
+        heads = torch.empty(6, 3, 2, 4).unbind(1)
+        assert packed_attention(*heads, torch.empty(4, dtype=torch.int32), 3).shape == (6, 2, 4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_kernels_agree(causal: bool, compiled: bool) -> None:
+    lengths = (37, 1, 0, 64, 0, 11)
+    offsets = borders(*lengths, device="cuda")
+    torch.manual_seed(0)
+    heads = [torch.randn(sum(lengths), 4, 32, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    function = torch.compile(packed_attention, fullgraph=True) if compiled else packed_attention
+    packed = function(*heads, offsets, 64, causal)
+    exact = [tensor.detach().float().requires_grad_() for tensor in heads]
+    expected = one_by_one(exact, offsets, causal)
+    assert torch.allclose(packed.float(), expected, atol=2e-2)
+    weights = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((packed.float() * weights).sum(), heads),
+        torch.autograd.grad((expected * weights).sum(), exact),
+        strict=True,
+    ):
+        assert torch.isfinite(ours).all()
+        assert torch.allclose(ours.float(), theirs, atol=5e-2)
