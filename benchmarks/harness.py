@@ -8,12 +8,13 @@ what is written then lie outside. On a GPU the device is waited for at both mome
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -80,13 +81,17 @@ class TimedBatches(Dataset[Any]):
         return perf_counter(), thread_time()
 
 
+class ContenderError(Exception):
+    """A contender could not go on; the others can."""
+
+
 @dataclass
 class Sample:
-    """One block of one contender."""
+    """One block of one contender; `loss` where a block is a whole training."""
 
     step_s: float
     thread_s: float
-    loss: float
+    loss: float | None = None
 
 
 @dataclass
@@ -112,22 +117,49 @@ class Measured:
 
 
 def interleave(
-    blocks: Mapping[str, Callable[[], Sample]], rounds: int, tell: Callable[[str], None]
+    blocks: Mapping[str, Callable[[], Sample]],
+    rounds: int,
+    tell: Callable[[str], None],
+    *,
+    warmups: Mapping[str, Sample] | None = None,
+    failures: dict[str, str] | None = None,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Measured]:
-    """Run all contenders in every round, each round beginning with another one, after a round that does not count."""
+    """Run all contenders in every round, each round beginning with another one, after a round that does not count.
+
+    Args:
+        blocks: What each contender does in a round.
+        rounds: Rounds that count.
+        tell: Is told how far it is.
+        warmups: Blocks that were run before and do not count; instead of a round of them here.
+        failures: Gets a sentence for each contender that failed (`ContenderError`), which the others survive; its
+            rounds are dropped. Without it the first failure ends everything.
+        may_go_on: Asked before each round but the first; no ends the rounds early.
+    """
     names = list(blocks)
-    measured: dict[str, Measured] = {}
-    for number in range(rounds + 1):
+    measured: dict[str, Measured] = {name: Measured(sample) for name, sample in (warmups or {}).items()}
+    for number in range(0 if warmups is None else 1, rounds + 1):
+        if number > 1 and not may_go_on():
+            tell(f"out of time after {number - 1} of {rounds} rounds")
+            break
         tell(f"round {number} of {rounds}" if number else "warm-up round")
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
+            if failures is not None and name in failures:
+                continue
             gc.collect()
-            sample = blocks[name]()
+            try:
+                sample = blocks[name]()
+            except ContenderError as error:
+                if failures is None:
+                    raise
+                failures[name] = f"round {number}: {error}"
+                continue
             if number:
                 measured[name].rounds.append(sample)
             else:
                 measured[name] = Measured(sample)
-    return {name: measured[name] for name in names}
+    return {name: measured[name] for name in names if name not in (failures or {})}
 
 
 def paired(
@@ -144,6 +176,29 @@ def bootstrap_median(values: Sequence[float], resamples: int = RESAMPLES) -> Int
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
     cut = round(0.025 * resamples)
     return Interval(statistics.median(values), medians[cut], medians[resamples - 1 - cut])
+
+
+def times_as_fast(one: Measured, other: Measured) -> Interval:
+    """How many times as fast the first one is, round by round."""
+    return paired(other, one, ratio)
+
+
+def verdict(measured: Interval, at_least: float) -> str:
+    """Whether a ratio reaches its goal; `open` when the interval holds both answers."""
+    return "met" if measured.low >= at_least else "missed" if measured.high < at_least else "open"
+
+
+def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For argparse: some of the known names, comma between."""
+    possible = list(known)
+
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if not names or any(name not in possible for name in names):
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(possible)}, got {text!r}")
+        return names
+
+    return parse
 
 
 def ratio(one: float, other: float) -> float:

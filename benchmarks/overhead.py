@@ -38,6 +38,7 @@ from harness import (
     as_data,
     difference,
     interleave,
+    names_among,
     paired,
     ratio,
     table,
@@ -188,8 +189,12 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     usual = [*CPU_CASES, *(GPU_CASES if torch.cuda.is_available() else ())]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", type=_names((*CPU_CASES, *GPU_CASES)), default=usual, help="names, comma between")
-    parser.add_argument("--contenders", type=_names(CONTENDERS), default=list(CONTENDERS), help="names, comma between")
+    parser.add_argument(
+        "--cases", type=names_among((*CPU_CASES, *GPU_CASES)), default=usual, help="names, comma between"
+    )
+    parser.add_argument(
+        "--contenders", type=names_among(CONTENDERS), default=list(CONTENDERS), help="names, comma between"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--steps", type=int, default=None, help="steps of a block; each case has its own default")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
@@ -202,17 +207,6 @@ def _arguments() -> argparse.Namespace:
     if arguments.steps is not None and arguments.steps < 20:
         parser.error("a block needs at least 20 steps")
     return arguments
-
-
-def _names(known: Sequence[str] | dict[str, Any]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {text!r}")
-        return names
-
-    return parse
 
 
 def _microseconds(interval: dict[str, float]) -> dict[str, float]:

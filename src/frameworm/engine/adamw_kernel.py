@@ -201,9 +201,9 @@ class _Plan:
             rows.append([*(item.data_ptr() for item in entry), rate, elements, len(owners[0]), len(owners[1])])
             for owner, block in zip(owners, (_NORM_BLOCK, _UPDATE_BLOCK)):
                 owner.extend([index] * math.ceil(elements / block))
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.norm_owners = torch.tensor(owners[0], dtype=torch.int32, device=device)
-        self.update_owners = torch.tensor(owners[1], dtype=torch.int32, device=device)
+        self.rows = _send(rows, torch.int64, device)
+        self.norm_owners = _send(owners[0], torch.int32, device)
+        self.update_owners = _send(owners[1], torch.int32, device)
         self.norm_starts = [*(row[6] for row in rows), len(owners[0])]
         self.update_blocks = len(owners[1])
         self.partials = torch.empty(len(owners[0]), dtype=torch.float32, device=device)
@@ -219,7 +219,7 @@ class _Plan:
             (*(math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2)), 1 - beta1, 1 - beta2, eps, decay)
             for beta1, beta2, eps, decay in settings
         ]
-        self.constants.copy_(torch.tensor([values[group] for group in self._members], dtype=torch.float64))
+        self.constants.copy_(_send([values[group] for group in self._members], torch.float64, self.constants.device))
         self.settings = settings
 
     def write_rates(self, groups: list[dict[str, Any]], capturing: bool = False) -> None:
@@ -310,6 +310,12 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
     if _same_layout(tensor, parameter):
         return tensor
     return torch.empty_like(parameter, memory_format=torch.preserve_format, requires_grad=False).copy_(tensor)
+
+
+def _send(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table on the device, without waiting for what runs there."""
+    table = torch.tensor(values, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _address_of_rate(rate: float | Tensor, device: torch.device) -> int:

@@ -161,7 +161,9 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
         CheckpointError: It has no checkpoint that can be read.
     """
     folder = RunFolder.open(path)
-    config = load_config(folder.config, ["parallel.strategy=single", *overrides])
+    # What makes training fast is not needed to score, and may not be there.
+    plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
+    config = load_config(folder.config, [*plain, *overrides])
     config = config.model_copy(deep=True)
     config.training.accumulation = "auto"
     config.training.micro_batch = "auto"

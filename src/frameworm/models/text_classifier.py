@@ -5,9 +5,6 @@ Nothing in `forward` waits for the device: lengths stay tensors, so the model ca
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -168,19 +165,13 @@ def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
     if texts * tokens <= _LARGEST_MEMBERSHIP:
         token = torch.arange(tokens, device=hidden.device, dtype=offsets.dtype)
         member = (token >= starts) & (token < ends)
-        with _as_they_are(hidden.device.type):
+        # In their own numbers: as in a padded batch, the mean is not a matter of autocast.
+        with torch.autocast(hidden.device.type, enabled=False):
             total = member.to(hidden.dtype) @ hidden
     else:
         text = sequence_of_tokens(offsets, tokens)  # the tail gets the number after the last text
         total = hidden.new_zeros(texts + 1, hidden.size(1)).index_add(0, text, hidden)[:texts]
     return total / (ends - starts).clamp(min=1).to(hidden.dtype)
-
-
-def _as_they_are(device_type: str) -> AbstractContextManager[Any]:
-    """Matrix products in their factors' own numbers: as in a padded batch, the mean is not a matter of autocast."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def _initialise(module: nn.Module) -> None:
