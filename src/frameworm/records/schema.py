@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from frameworm.records.figures import Statistics as Statistics
+from frameworm.records.observations import Bucket, RankSummary, SystemSummary
+
 SCHEMA_VERSION = 1
 
 PHASES = (
@@ -46,12 +49,16 @@ class StepRecord:
     grad_norm: float | None = None
     skipped: bool | None = None  # the update was left out because gradients were not finite
     phases: dict[str, float] = field(default_factory=dict)
+    communication_s: float | None = None  # gradients on their way, hidden behind backward or not
+    rank_wait_s: float | None = None  # of the exposed communication: the wait for ranks that came later
+    metrics: dict[str, float] = field(default_factory=dict)  # seconds within the phases: sync_s, logging_s, ...
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
         """Read one line of a steps file; unknown keys are ignored, missing ones are a TypeError."""
         values = _known(cls, data)
-        values["phases"] = {name: _number(value) for name, value in (values.get("phases") or {}).items()}
+        for field_name in ("phases", "metrics"):
+            values[field_name] = {name: _number(value) for name, value in (values.get(field_name) or {}).items()}
         return cls(**values)
 
 
@@ -65,19 +72,6 @@ class EpochRecord:
     val_loss: float | None
     val_accuracy: float | None
     samples_per_s: float | None
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Spread of one quantity over the steps of a run."""
-
-    mean: float
-    std: float
-    min: float
-    max: float
-    p50: float
-    p95: float
-    p99: float
 
 
 @dataclass(slots=True)
@@ -108,6 +102,9 @@ class Communication:
     total_s: float | None = None
     exposed_s: float | None = None
     bytes_per_step: int | None = None
+    rank_wait_s: float | None = None  # of exposed_s: the wait for the slowest rank
+    slowest_rank: int | None = None
+    buckets: list[Bucket] = field(default_factory=list)  # of the mean step on rank 0
 
 
 @dataclass(slots=True)
@@ -194,6 +191,10 @@ class RunRecord:
     skipped_steps: int | None = None
     compilation: Compilation | None = None
     captured_steps: int | None = None  # steps replayed as CUDA graphs
+    ranks: list[RankSummary] = field(default_factory=list)
+    system: SystemSummary | None = None
+    unseen: list[str] = field(default_factory=list)  # phases that could not be seen in this run
+    source: str = "engine"  # engine, or attached to somebody else's script
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what the run wants said: fallbacks, losses of records, host waits
@@ -274,6 +275,10 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
         ("checkpoint", CheckpointStatistics),
     ):
         values[name] = kind(**_known(kind, values.get(name) or {}))
+    values["communication"].buckets = [Bucket(**_known(Bucket, item)) for item in values["communication"].buckets]
+    values["ranks"] = [RankSummary(**_known(RankSummary, item)) for item in values.get("ranks") or []]
+    if values.get("system"):
+        values["system"] = _system(values["system"])
     if values.get("compilation"):
         values["compilation"] = Compilation(**_known(Compilation, values["compilation"]))
     values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
@@ -287,3 +292,11 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     if values.get("expected_speedup"):
         values["expected_speedup"] = ExpectedSpeedup(**_known(ExpectedSpeedup, values["expected_speedup"]))
     return Finding(**values)
+
+
+def _system(data: Mapping[str, Any]) -> SystemSummary:
+    values: dict[str, Any] = dict(_known(SystemSummary, data))
+    for item in dataclasses.fields(SystemSummary):
+        if str(item.type) == "Statistics | None" and values.get(item.name):
+            values[item.name] = Statistics(**_known(Statistics, values[item.name]))
+    return SystemSummary(**values)

@@ -41,6 +41,9 @@ def step_line(record: StepRecord) -> str:
         "grad_norm": record.grad_norm,
         "skipped": record.skipped,
         "phases": record.phases,
+        "communication_s": record.communication_s,
+        "rank_wait_s": record.rank_wait_s,
+        "metrics": record.metrics,
     }
     try:
         return _encoder.encode(data)

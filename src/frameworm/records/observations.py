@@ -1,0 +1,83 @@
+"""What is seen beside the steps: buckets on the wire, ranks beside each other, and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from frameworm.records.figures import Statistics
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One gradient bucket of DDP in the mean step; times from the beginning of the backward that sends it."""
+
+    bytes: int
+    ready_s: float  # all its gradients are there on this rank
+    start_s: float  # all ranks have brought theirs, as far as can be told; ready_s where it cannot
+    end_s: float
+    parameters: int | None = None
+
+
+@dataclass(slots=True)
+class RankSummary:
+    """The mean step of one rank."""
+
+    rank: int
+    step_s: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # mean seconds
+    communication_s: float | None = None
+    rank_wait_s: float | None = None
+    host: str | None = None
+
+
+@dataclass(slots=True)
+class SystemSample:
+    """The machine at one moment, as one process sees it. What has no source here is None."""
+
+    time: float  # seconds since the epoch of the clock
+    gpu_busy: float | None = None  # share of the last interval in which a kernel ran, 0 to 1
+    gpu_memory_bytes: int | None = None
+    gpu_memory_total_bytes: int | None = None
+    gpu_clock_mhz: float | None = None
+    gpu_clock_max_mhz: float | None = None
+    gpu_power_w: float | None = None
+    gpu_energy_j: float | None = None  # since the sampler began
+    gpu_temperature_c: float | None = None
+    throttle_reasons: list[str] = field(default_factory=list)
+    cpu_cores: list[float] = field(default_factory=list)  # share busy per usable core, 0 to 1
+    cpu_process: float | None = None  # cores this process and its children kept busy
+    io_wait: float | None = None  # share of the cores' time spent waiting for disks
+    rss_bytes: int | None = None  # this process and its children
+    threads: int | None = None
+    disk_read_bytes: int | None = None  # since the sampler began
+    disk_write_bytes: int | None = None
+    network_sent_bytes: int | None = None
+    network_received_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class SystemSummary:
+    """The machine over the run; of each figure its spread, or None."""
+
+    samples: int = 0
+    interval_s: float | None = None
+    gpu_busy: Statistics | None = None
+    gpu_memory_bytes: Statistics | None = None
+    gpu_memory_total_bytes: int | None = None
+    gpu_power_w: Statistics | None = None
+    gpu_energy_j: float | None = None
+    gpu_clock_share: Statistics | None = None  # of the highest clock
+    throttled_share: float | None = None  # of the samples
+    throttle_reasons: list[str] = field(default_factory=list)
+    cpu_busy: Statistics | None = None  # over all usable cores
+    cpu_busiest_core: Statistics | None = None
+    cpu_process: Statistics | None = None
+    io_wait: Statistics | None = None
+    rss_bytes: Statistics | None = None
+    rss_growth_bytes_per_s: float | None = None
+    gpu_memory_growth_bytes_per_s: float | None = None
+    threads_max: int | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    network_sent_bytes_per_s: float | None = None
+    network_received_bytes_per_s: float | None = None
