@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from frameworm.hardware.fingerprint import environment_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
+_BEGUN = perf_counter()
 
 
 class TimedBatches(Dataset[Any]):
@@ -254,5 +256,10 @@ def as_data(item: Any) -> dict[str, Any]:
 
 
 def tell_progress(text: str) -> None:
-    """Say on stderr how far it is; the table on stdout stays clean."""
-    print(text, file=sys.stderr, flush=True)
+    """Say on stderr how far it is, and since when; the table on stdout stays clean."""
+    print(f"{perf_counter() - _BEGUN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def end_on_term() -> None:
+    """Let a time limit end the program as Ctrl-C does: what was measured by then is still written."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -37,7 +37,7 @@ CASES = {
     "imdb": ("imdb_single_gpu", "imdb"),
 }
 BATCHINGS = ("padded", "bucketed", "packed")
-BATCHES = (32, 128, 512)
+BATCHES = (32, 128)
 MOST_WAIT = 0.01
 MOST_WASTE = {"bucketed": 0.05, "packed": 0.02}
 PACKED_FROM = 128  # the goal of packed holds from this batch on

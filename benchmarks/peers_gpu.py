@@ -41,6 +41,7 @@ from harness import (
     Measured,
     Sample,
     as_data,
+    end_on_term,
     interleave,
     names_among,
     table,
@@ -100,6 +101,7 @@ class Options:
     starts: int
     limit_s: float
     deadline: float
+    tag: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Field:
         for entry in entries:
             self.lives[entry.name] = self._begin(entry)
         for entry in entries:
-            self._guarded(entry.name, lambda name=entry.name: self.lives[name].wait_ready())
+            self._guarded(entry.name, lambda name=entry.name: self._await(name))
         for entry in entries:
             if entry.name not in self.failures:
                 self._guarded(entry.name, lambda name=entry.name: self._first_block(name))
@@ -197,8 +199,13 @@ class Field:
         self._drop(slower)
         return faster
 
+    def _await(self, name: str) -> None:
+        ready = self.lives[name].wait_ready()
+        tell_progress(f"{name} is warm: start-up {ready['startup_s']:.1f} s, warm-up {ready['warmup_s']:.1f} s")
+
     def _first_block(self, name: str) -> None:
         self.warmups[name] = self.lives[name].block()
+        tell_progress(f"{name}: {self.warmups[name].step_s * 1e6:,.0f} us a step")
 
     def _guarded(self, name: str, action: Any) -> None:
         try:
@@ -381,7 +388,9 @@ def run_case(name: str, case: Case, data: Path, options: Options, rounds: int, o
                 "configs": [f"configs/{case.config}.yaml", f"configs/{case.fast}.yaml"],
                 "overrides": list(extra),
             }
-            path = write_results(f"peers_gpu-{name}", torch.device(options.device), settings, {name: results}, out)
+            path = write_results(
+                f"peers_gpu-{name}{options.tag}", torch.device(options.device), settings, {name: results}, out
+            )
     print(
         f"\n{name}, batch {facts.batch_size}, {plan.steps} steps a block, {facts.tokens_per_sample:.0f} tokens a text"
     )
@@ -397,6 +406,7 @@ def run_case(name: str, case: Case, data: Path, options: Options, rounds: int, o
 def main() -> int:
     """Run the cases asked for."""
     arguments = _arguments()
+    end_on_term()
     began = monotonic()
     fine = True
     for name in arguments.cases:
@@ -411,6 +421,7 @@ def main() -> int:
             starts=arguments.starts,
             limit_s=arguments.limit_s,
             deadline=began + arguments.budget_s,
+            tag=f"-{arguments.tag}" if arguments.tag else "",
         )
         fine &= run_case(name, case, arguments.data, options, arguments.rounds, arguments.out, arguments.set)
     return 0 if fine else 1
@@ -427,11 +438,12 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=7, help="rounds that count")
     add("--steps", type=int, default=None, help="timed steps of a block; each case has its own default")
     add("--lead-in", type=int, default=10, help="steps at the beginning of each block that are not timed")
-    add("--warmup", type=int, default=200, help="steps before the first block")
-    add("--starts", type=int, default=3, help="contenders that start at the same time")
+    add("--warmup", type=int, default=60, help="steps before the first block")
+    add("--starts", type=int, default=2, help="contenders that start at the same time")
     add("--budget-s", type=float, default=1e9, help="no new round or variant after so many seconds")
     add("--limit-s", type=float, default=300.0, help="a contender that is silent for so long has failed")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only to see that the script works")
+    add("--tag", default="", help="part of the results file's name, for a call with some of the contenders")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all contenders")
     add("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
