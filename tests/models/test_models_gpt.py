@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -112,3 +112,20 @@ def test_learns_to_count() -> None:
         model(rows[:, :-1], rows[:, 1:]).backward()
         optimizer.step()
     assert torch.equal(model(rows[:, :-1]).argmax(2), rows[:, 1:])
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(("residual", "expected"), [("fp32", torch.float32), ("half", torch.bfloat16)])
+def test_the_residual_stream_is_in_the_numbers_asked_for(residual: Any, expected: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = GPT(30, d_model=16, n_heads=2, num_layers=2, max_seq_len=8, residual=residual)
+    seen: list[torch.dtype] = []
+    model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    tokens = torch.randint(0, 30, (2, 8))
+    exact = model(tokens, tokens)
+    assert seen.pop() == torch.float32, "without autocast nothing changes"
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert seen == [expected]
+    assert torch.allclose(loss, exact, rtol=2e-2)

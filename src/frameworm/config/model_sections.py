@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -64,6 +64,11 @@ class GPTModelConfig(Section):
         default="auto",
         description="Compute the loss a part of the tokens at a time, so that the logits are never held whole; auto: "
         "on a GPU, from 8,192 words on.",
+    )
+    residual: Literal["fp32", "half"] = Field(
+        default="fp32",
+        description="Numbers of the stream that layers add to; half: those of gpu.mixed_precision, which takes half "
+        "the memory and rounds at every layer.",
     )
     init_from: Annotated[str | None, OffNone] = Field(
         default=None, description="Safetensors file with weights to start from."

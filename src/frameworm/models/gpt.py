@@ -29,6 +29,7 @@ class GPT(nn.Module):
         max_seq_len: Longest context in tokens.
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
         fused_loss: Compute the loss without ever holding all logits; auto does so on a GPU from 8,192 words on.
+        residual: `half` keeps the stream between the layers in autocast's numbers, where autocast is on.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class GPT(nn.Module):
         max_seq_len: int = 1024,
         dropout: float = 0.0,
         fused_loss: bool | Literal["auto"] = "auto",
+        residual: Literal["fp32", "half"] = "fp32",
     ) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
         self.fused_loss = fused_loss
+        self.residual = residual
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(max_seq_len, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -71,6 +74,9 @@ class GPT(nn.Module):
             raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
         positions = torch.arange(length, device=input_ids.device)
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        device_type = hidden.device.type
+        if self.residual == "half" and torch.is_autocast_enabled(device_type):
+            hidden = hidden.to(torch.get_autocast_dtype(device_type))
         for layer in self.layers:
             hidden = layer(hidden)
         hidden = self.norm(hidden)

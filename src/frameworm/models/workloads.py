@@ -111,6 +111,7 @@ def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) ->
             max_seq_len=settings.max_seq_len,
             dropout=settings.dropout,
             fused_loss=settings.fused_loss,
+            residual=settings.residual,
         ),
     )
     return Workload(model, data.train, data.val), {"token_embedding.weight": data.vocab_size}
