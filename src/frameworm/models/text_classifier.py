@@ -5,6 +5,9 @@ Nothing in `forward` waits for the device: lengths stay tensors, so the model ca
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -166,12 +169,17 @@ def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
         token = torch.arange(tokens, device=hidden.device, dtype=offsets.dtype)
         member = (token >= starts) & (token < ends)
         # In their own numbers: as in a padded batch, the mean is not a matter of autocast.
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             total = member.to(hidden.dtype) @ hidden
     else:
         text = sequence_of_tokens(offsets, tokens)  # the tail gets the number after the last text
         total = hidden.new_zeros(texts + 1, hidden.size(1)).index_add(0, text, hidden)[:texts]
     return total / (ends - starts).clamp(min=1).to(hidden.dtype)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # Asked by name: torch's own question which devices have autocast is one the compiler cannot trace.
+    return torch.autocast(device_type, enabled=False) if device_type in ("cpu", "cuda") else nullcontext()
 
 
 def _initialise(module: nn.Module) -> None:
