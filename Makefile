@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup demo test lint format bench docs clean
+.PHONY: help setup demo test lint format bench campaign docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
 
@@ -39,6 +39,9 @@ docs: $(STAMP)  ## write docs/config.md from the schema
 bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
+
+campaign: $(STAMP)  ## are the verdicts right? trainings with planted faults, in some ten minutes
+	@$(BIN)/python benchmarks/diagnosis.py
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

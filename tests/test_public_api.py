@@ -18,6 +18,12 @@ CONTRACT = {
         "cleanup",
         "OptimizedDataLoader",
         "CudaDataLoader",
+        "PerformanceMonitor",
+        "PerformanceProfiler",
+        "BottleneckAnalyzer",
+        "benchmark_training_step",
+        "profile_memory_usage",
+        "measure_optimization_effectiveness",
     },
 }
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from frameworm.engine.run import run
     from frameworm.engine.trainer import Trainer
     from frameworm.models.workloads import Workload
+    from frameworm.observe.monitor import PerformanceMonitor
+    from frameworm.observe.profiler import PerformanceProfiler
     from frameworm.records.events import Listener as Callback
     from frameworm.records.schema import RunRecord
 
@@ -19,6 +21,8 @@ __all__ = [
     "Config",
     "GPUConfig",
     "MemoryConfig",
+    "PerformanceMonitor",
+    "PerformanceProfiler",
     "RunRecord",
     "Trainer",
     "Workload",
@@ -33,6 +37,8 @@ _HOMES = {
     "Config": ("frameworm.config.schema", "Config"),
     "GPUConfig": ("frameworm.config.schema", "GPUConfig"),
     "MemoryConfig": ("frameworm.config.schema", "MemoryConfig"),
+    "PerformanceMonitor": ("frameworm.observe.monitor", "PerformanceMonitor"),
+    "PerformanceProfiler": ("frameworm.observe.profiler", "PerformanceProfiler"),
     "RunRecord": ("frameworm.records.schema", "RunRecord"),
     "Trainer": ("frameworm.engine.trainer", "Trainer"),
     "Workload": ("frameworm.models.workloads", "Workload"),

@@ -6,12 +6,26 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.trainer import DDPTrainer, DistributedTrainer
 from frameworm.launch.process_group import cleanup, setup_ddp
+from frameworm.observe.monitor import PerformanceMonitor
+from frameworm.observe.profiler import PerformanceProfiler
+from frameworm.tune.analyzer import BottleneckAnalyzer
+from frameworm.tune.helpers import (
+    benchmark_training_step,
+    measure_optimization_effectiveness,
+    profile_memory_usage,
+)
 
 __all__ = [
+    "BottleneckAnalyzer",
     "CudaDataLoader",
     "DDPTrainer",
     "DistributedTrainer",
     "OptimizedDataLoader",
+    "PerformanceMonitor",
+    "PerformanceProfiler",
+    "benchmark_training_step",
     "cleanup",
+    "measure_optimization_effectiveness",
+    "profile_memory_usage",
     "setup_ddp",
 ]

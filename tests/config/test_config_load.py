@@ -197,7 +197,6 @@ BAD_FILES = [
     # not in this version
     ("parallel: {strategy: zero1}\n", "x.yaml:1: parallel.strategy: zero1 is not in this version yet; use ddp"),
     ("parallel: {compression: fp16}\n", "x.yaml:1: parallel.compression: fp16 is not in this version yet; use off"),
-    ("observe: {trace: window}\n", "x.yaml:1: observe.trace: window is not in this version yet; use off"),
     # YAML
     ("seed: 1\nseed: 2\n", "x.yaml:2: seed: given twice, first on line 1; keep one of them"),
     (
@@ -316,7 +315,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_their_places(tmp_path: Pa
         ("model={d_modle: 3}", "model.d_modle: unknown key; did you mean model.d_model?"),
         ("gpu=3", "gpu: expected a section with keys such as device, device_ids, memory_fraction, got 3"),
         ("model.d_model=66", "model.d_model: n_heads 4 does not divide d_model 66; nearest n_heads that do: 3 or 6"),
-        ("observe.trace=window", "observe.trace: window is not in this version yet; use off"),
+        ("observe.trace=windows", "observe.trace: expected one of off, window, got 'windows'; did you mean window?"),
     ],
 )
 def test_a_mistake_in_an_override(tmp_path: Path, override: str, message: str) -> None:

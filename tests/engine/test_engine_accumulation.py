@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from workbench import Sequences, classification, fit, mlp, parameters, tagger
+
+from frameworm.parallel import replicated
 
 # 41 samples in global batches of 8: five full steps and a last one of a single sample.
 SAMPLES = 41
@@ -62,22 +62,14 @@ def test_unequal_token_counts_weigh_as_in_one_batch() -> None:
 
 def _rank(rank: int, world_size: int, kind: str, batch_size: int, accumulation: int, loader: str) -> Any:
     synchronisations = 0
-    before = DistributedDataParallel.__init__
+    hook = replicated.mean_of_gradients
 
-    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **kwargs)
+    def counting(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        nonlocal synchronisations
+        synchronisations += bucket.is_last()
+        return hook(state, bucket)
 
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own
-            nonlocal synchronisations
-            synchronisations += bucket.is_last()
-            buffer = bucket.buffer().div_(world_size)
-            work = dist.all_reduce(buffer, async_op=True)
-            assert work is not None
-            return work.get_future().then(lambda future: future.value()[0])
-
-        self.register_comm_hook(None, hook)
-
-    DistributedDataParallel.__init__ = counting  # type: ignore[method-assign]
+    replicated.mean_of_gradients = counting
     data = classification(SAMPLES) if kind != "tokens" else Sequences(SAMPLES)
     model = tagger() if kind == "tokens" else mlp()
     optimizer = "adamw" if kind == "adamw" else "sgd"

@@ -16,7 +16,17 @@ def test_fingerprint_is_an_allow_list_without_names_or_variables(monkeypatch: py
     found = environment_fingerprint(torch.device("cpu"))
     assert set(found) == {
         *("frameworm", "python", "torch", "numpy", "os", "kernel", "machine", "cpu_model", "cpus_usable", "cpus_total"),
-        *("memory_bytes", "device", "device_names", "device_memory_bytes", "driver", "cuda", "cudnn", "nccl"),
+        *(
+            "torch_threads",
+            "memory_bytes",
+            "device",
+            "device_names",
+            "device_memory_bytes",
+            "driver",
+            "cuda",
+            "cudnn",
+            "nccl",
+        ),
     }
     assert found["torch"] == torch.__version__
     assert found["frameworm"] is not None

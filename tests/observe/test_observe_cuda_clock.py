@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from frameworm.observe import phases
+from frameworm.observe import device_clock
+from frameworm.observe.communication import _Sent
+from frameworm.observe.device_clock import DIVIDE_EVERY, GROUP_STEPS, CudaClock
 from frameworm.observe.phases import (
     BACKWARD,
     CHECKPOINT,
+    COMMUNICATION_EXPOSED,
     DATA_WAIT,
-    DIVIDE_EVERY,
     FORWARD,
-    GROUP_STEPS,
     OPTIMIZER,
     OTHER,
     TRANSFER,
     VALIDATION,
-    CudaClock,
     Timed,
 )
 
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-    monkeypatch.setattr(phases, "perf_counter", lambda: made.host_s)
+    monkeypatch.setattr(device_clock, "perf_counter", lambda: made.host_s)
     return made
 
 
@@ -155,3 +155,65 @@ def test_a_gap_the_host_does_not_explain_is_the_transfer(device: Device) -> None
     assert timed.phases[DATA_WAIT] == pytest.approx(0.03)
     assert timed.phases[OTHER] == pytest.approx(0.004)
     assert timed.phases[TRANSFER] == pytest.approx(0.066)
+
+
+def test_exposed_communication_is_cut_out_of_the_backward_that_sent_it(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    device.host_s = 500.0
+    recorder = clock.record_buckets()
+    clock.start()
+    now = recorder._now
+    timed: list[Timed] = []
+    for number in range(20):
+        clock.mark(OTHER)
+        clock.mark(DATA_WAIT)
+        device.work(0.03)
+        clock.mark(FORWARD)
+        device.work(0.04)
+        clock.mark(BACKWARD)  # the first micro-batch sends nothing
+        device.work(0.03)
+        clock.mark(FORWARD)
+        device.work(0.01)
+        sent = [_Sent(8, 2, now())]
+        sent[0].issued = now()
+        device.work(0.02)
+        sent.append(_Sent(4, 1, now()))
+        sent[1].issued = now()
+        sent[0].end = now()
+        device.work(0.01)
+        recorder._sent, recorder._computed = sent, now()
+        device.work(0.05)
+        sent[1].end = now()
+        clock.mark(BACKWARD)
+        device.work(0.005)
+        clock.mark(COMMUNICATION_EXPOSED)  # the counts, after accumulation
+        device.work(0.01)
+        clock.mark(OPTIMIZER)
+        timed += clock.end_step(number, ())
+    timed += clock.drain()
+    assert len(timed) == 20
+    for number, item in enumerate(timed):
+        assert item.phases[BACKWARD] == pytest.approx(0.08)
+        assert item.phases[COMMUNICATION_EXPOSED] == pytest.approx(0.055)
+        assert sum(item.phases.values()) == pytest.approx(item.step_s)
+        communication = item.communication
+        assert communication is not None
+        assert communication.total_s == pytest.approx(0.085)
+        assert communication.exposed_s == pytest.approx(0.055)
+        assert [bucket.ready_s for bucket in communication.buckets] == pytest.approx([0.01, 0.03])
+        assert [bucket.end_s for bucket in communication.buckets] == pytest.approx([0.03, 0.09])
+        begin = 500.0 + number * item.step_s
+        assert communication.meetings[0] == pytest.approx((begin + 0.13, begin + 0.14, begin + 0.19))
+        assert communication.meetings[1] == pytest.approx((begin + 0.19, begin + 0.19, begin + 0.195))
+    assert len(clock._free) == len(set(map(id, clock._free))), "no event is given back twice"
+
+
+def test_buckets_are_noted_only_in_steps_that_are_divided(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    recorder = clock.record_buckets()
+    wanted = []
+    for number in range(40):
+        wanted.append(recorder._wanted is not None and recorder._wanted())
+        _step(clock, device, number, 0.5)
+    assert all(wanted[:GROUP_STEPS])
+    assert sum(wanted[GROUP_STEPS:]) == (40 - GROUP_STEPS) // DIVIDE_EVERY

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 
+from frameworm.records.observations import Bucket, RankSummary, SystemSample
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
+    Communication,
     EpochRecord,
     ExpectedSpeedup,
     Finding,
@@ -19,10 +22,12 @@ from frameworm.records.schema import (
     Remedy,
     RunRecord,
     Statistics,
+    StepRecord,
     Throughput,
 )
 from frameworm.records.series import SeriesPoint
-from frameworm.report.html import render_html, step_time_chart, validation_points
+from frameworm.report.charts import step_timeline, timeline_chart, validation_points
+from frameworm.report.html import render_html, set_option
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
 VOID = {"meta", "img", "br", "link", "input"}
@@ -90,7 +95,7 @@ def test_the_page_holds_every_part() -> None:
     for part in ("demo", "0.31", "91.2%", "7,543", "16.9 ms", "forward", "75.0%", "2.13", "name: demo\nseed: 0"):
         assert part in text
     assert "global batch 64 = micro-batch 32 x accumulation 1 x world size 2" in text
-    assert [tag for tag, _ in page.tags].count("svg") == 3
+    assert len([attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("role") == "img"]) == 3
     assert "Verdict" not in text
     assert any(tag == "details" for tag, _ in page.tags)
     assert any(attrs.get("name") == "viewport" for tag, attrs in page.tags if tag == "meta")
@@ -100,7 +105,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     source = render_html(make_record(), make_series(), "a: 1")
     tags = {tag for tag, _ in Page(source).tags}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-    assert not re.search(r"https?://|@import|url\(|\bsrc=|\bhref=", source)
+    assert not re.search(r"https?://|@import|url\((?!#)|\bsrc=|\bhref=", source)
     assert "prefers-color-scheme: dark" in source
 
 
@@ -131,7 +136,26 @@ def test_a_run_that_recorded_nothing_still_has_a_page() -> None:
     assert "No steps were recorded." in page.texts
     assert "No phases were measured." in page.texts
     assert "unknown" in page.texts
-    assert not any(tag == "svg" for tag, _ in page.tags)
+    assert not any(attrs.get("role") == "img" for _, attrs in page.tags)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
+def test_no_number_breaks_the_page(value: float) -> None:
+    record = make_record()
+    record.phases = {name: Phase(value, value) for name in ("forward", "backward", "other")}
+    record.throughput.step_s = Statistics(*[value] * 7)
+    record.ranks = [RankSummary(rank, value, {"forward": value, "backward": 0.1}, value, value) for rank in (0, 1)]
+    record.communication = Communication(value, value, 0, value, 0, [Bucket(0, value, value, value)])
+    record.quality = Quality(value, value, value)
+    record.slow_steps = [StepRecord(3, 1, value, value, value, value, 0, value, phases={"forward": value})]
+    record.findings = [
+        Finding("x", "info", value, {"a_s": value}, [], ExpectedSpeedup(value, value, value, "modelled"))
+    ]
+    series = [SeriesPoint(step, 1, value, value, 1) for step in range(1, 30)]
+    samples = {0: [SystemSample(float(n), value, 0, 0, cpu_cores=[value], io_wait=value) for n in range(9)]}
+    source = render_html(record, series, "", samples)
+    Page(source)
+    assert not re.search(r'="[^"]*\b(nan|inf)\b[^"]*"', re.sub(r"<title>.*?</title>", "", source))
 
 
 def test_validation_is_drawn_where_its_epoch_ended() -> None:
@@ -144,18 +168,53 @@ def test_validation_is_drawn_where_its_epoch_ended() -> None:
     assert [x for x, _ in validation_points(record, make_series())] == [10, 30]
 
 
-@pytest.mark.parametrize(("step_s", "unit"), [(2.0, "in s"), (0.02, "in ms"), (0.0002, "in us"), (1e-9, "in us")])
+@pytest.mark.parametrize(("step_s", "unit"), [(2.0, "s"), (0.02, "ms"), (0.0002, "us"), (1e-9, "us")])
 def test_step_times_are_drawn_in_a_fitting_unit(step_s: float, unit: str) -> None:
-    chart, note = step_time_chart([SeriesPoint(step, 1, None, step_s, 1) for step in (1, 2, 3)])
-    assert f"step time {unit}<" in chart
-    assert note == ""
+    timeline = step_timeline(make_record(), [SeriesPoint(step, 1, None, step_s, 1) for step in (1, 2, 3)])
+    assert timeline is not None
+    assert timeline.unit == unit
+    assert timeline.note == ""
+    assert f"step time in {unit}<" in timeline_chart(timeline)
 
 
 def test_a_slow_first_step_does_not_flatten_the_rest() -> None:
-    series = [SeriesPoint(1, 1, None, 9.0, 1), *make_series(40)[1:]]
-    chart, note = step_time_chart(series)
-    assert "beyond" in chart
-    assert note == "1 of 40 points lie above the axis; the highest is 9.00 s."
+    timeline = step_timeline(make_record(), [SeriesPoint(1, 1, None, 9.0, 1), *make_series(40)[1:]])
+    assert timeline is not None
+    assert "beyond" in timeline_chart(timeline)
+    assert timeline.note == "1 of 40 points lie above the axis. The highest step shown took 9.00 s."
+
+
+def test_remedies_can_be_copied_unless_the_script_is_not_ours() -> None:
+    record = make_record()
+    record.verdict = "input_bound"
+    record.findings = [Finding("input_bound", "warning", 0.1, {}, [Remedy("data.num_workers", 4, "more workers")])]
+    assert "--set data.num_workers=4" in Page(render_html(record)).texts
+    record.source = "attached"
+    texts = Page(render_html(record)).texts
+    assert "more workers" in texts
+    assert not any("--set" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "a.b=true"), (None, "a.b=null"), (0.5, "a.b=0.5"), ("x y", "'a.b=x y'"), ([1, 2], "'a.b=[1, 2]'")],
+)
+def test_options_survive_a_shell(value: object, text: str) -> None:
+    assert set_option("a.b", value) == f"--set {text}"
+
+
+def test_unseen_phases_are_named() -> None:
+    record = make_record()
+    record.unseen = ["communication_exposed"]
+    assert any("Unseen in this run: exposed communication." in text for text in Page(render_html(record)).texts)
+
+
+def test_doubts_stand_beside_the_verdict() -> None:
+    record = make_record()
+    record.notes = ["inconclusive: too few steps", "another"]
+    texts = Page(render_html(record)).texts
+    assert texts.index("Verdict: inconclusive") + 1 == texts.index("too few steps")
+    assert texts.index("Notes") + 1 == texts.index("another")
 
 
 def test_thinned_curves_say_so() -> None:

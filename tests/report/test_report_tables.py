@@ -95,7 +95,7 @@ def test_a_verdict_nobody_reached_is_left_out() -> None:
     record.verdict = "inconclusive"
     record.findings = [Finding("input_bound", "info", None, {"wait_s": 0.25, "ranks": [0, 1]})]
     assert tables.verdict_text(record) == "inconclusive"
-    assert tables.finding_rows(record)[0].evidence == "wait_s 0.25, ranks 0, 1"
+    assert tables.finding_rows(record)[0].evidence == "wait 250 ms, ranks 0, 1"
 
 
 def test_epoch_cells_without_a_value_are_empty() -> None:

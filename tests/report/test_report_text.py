@@ -110,7 +110,7 @@ def test_findings_are_told_with_remedy_and_gain() -> None:
     ]
     text = render_text(record)
     assert "verdict     input bound" in text
-    assert "input_bound (warning, costs 40.0%) wait_s 0.02" in text
+    assert "input_bound (warning, costs 40.0%) wait 20.0 ms" in text
     assert "try: more loader processes (data.num_workers: 4)" in text
     assert "expected speedup 1.50x (1.30 to 1.60, modelled)" in text
 
@@ -121,3 +121,32 @@ def test_a_bar_is_drawn_to_an_eighth() -> None:
     assert bar(2.0, 8) == "█" * 8
     assert bar(0.5, 8) == "█" * 4
     assert bar(1 / 64, 8) == "▏"
+
+
+def test_three_remedies_at_most_and_infos_on_one_line() -> None:
+    record = make_record()
+    record.verdict = "input_bound"
+    remedies = [Remedy("data.num_workers", 4, "first"), Remedy("", None, "second")]
+    record.findings = [
+        Finding("input_bound", "critical", 0.4, {"io_wait": 0.25, "share_low": 0.35, "share_high": 0.45}, remedies),
+        Finding("padding_waste", "warning", 0.2, {"padding_share": 0.3}, [*remedies, Remedy("", None, "third")]),
+        Finding("memory_growth", "warning", None, {"growth_bytes_per_s": 2.0**20, "full_in_s": 7200.0}),
+        Finding("memory_pressure", "warning", None, {"peak_bytes": 2**30}),
+        Finding("compute_bound", "info", 0.4, {"forward_share": 0.4}),
+    ]
+    text = render_text(record)
+    assert "input_bound (critical, costs 40.0%, 35.0% to 45.0%) io wait 25.0%\n" in text
+    assert text.count("try: ") == 3
+    assert "            try: second\n            padding_waste" in text
+    assert "padding 30.0%" in text
+    assert "growth 1.00 MiB/s, full in 2 h 00 min" in text
+    assert "also        memory_pressure (warning); compute_bound (info, takes 40.0%)" in text
+
+
+def test_targets_are_graded_where_known() -> None:
+    record = make_record()
+    text = " ".join(render_text(record).split())
+    assert "targets GPU busy > 85% unknown, GPU memory > 70% unknown, CPU < 80% unknown, I/O wait < 10%" in text
+    assert "checkpoint < 1 s met (83.3 ms)" in text
+    record.checkpoint = CheckpointStatistics()
+    assert "targets" not in render_text(record)

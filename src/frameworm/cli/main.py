@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import train
+from frameworm.cli import observe, train
 from frameworm.errors import FramewormError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 train.register(app)
+observe.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -22,7 +22,6 @@ class NotYet(NamedTuple):
 NOT_YET: dict[str, NotYet] = {
     "parallel.strategy": NotYet(("zero1", "zero2", "zero3"), "ddp"),
     "parallel.compression": NotYet(("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"), "off"),
-    "observe.trace": NotYet(("window",), "off"),
 }
 
 DATASETS = ("generated", "ag_news", "imdb", "text")

@@ -19,6 +19,7 @@ from frameworm.config.model_sections import (
     TextClassifierModelConfig,
     model_section_of,
 )
+from frameworm.config.observe_section import CheckpointConfig, ObserveConfig
 from frameworm.config.problems import Origins, combination_error
 from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section, Share
 
@@ -245,26 +246,6 @@ class ParallelConfig(Section):
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest a collective may take; NCCL_TIMEOUT overrides it."
     )
-
-
-class CheckpointConfig(Section):
-    """When the state of a run is saved."""
-
-    every_steps: Annotated[int | None, OffNone] = Field(
-        default=500, ge=1, description="Steps between checkpoints; off saves at the end and on interruption only."
-    )
-    keep: int = Field(default=3, ge=1, description="How many checkpoints stay on disk.")
-    mode: Literal["async", "sync"] = Field(default="async", description="Write beside training, or pause for it.")
-
-
-class ObserveConfig(Section):
-    """What is written down about a run."""
-
-    sinks: list[Literal["jsonl", "tensorboard"]] = Field(default=["jsonl"], description="Where step records go.")
-    trace: Annotated[Literal["off", "window"], OffWord] = Field(
-        default="off", description="Record torch.profiler windows."
-    )
-    progress: bool | Auto = Field(default="auto", description="Progress line; auto draws it on terminals only.")
 
 
 LONGEST_NAME = 100

@@ -17,6 +17,7 @@ from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, newest_unfinished
 from frameworm.records.writer import JsonLinesWriter, StepReader
 from frameworm.report.html import render_html
+from frameworm.report.page import samples_of
 from frameworm.report.progress import ProgressLine
 from frameworm.report.text import render_text
 
@@ -65,6 +66,10 @@ class RunOutput:
             found.append(ProgressLine(total_steps, self._config.training.epochs, self._world_size))
         return found
 
+    def system_path(self, rank: int) -> Path | None:
+        """Where the sampler of this rank writes what it sees of the machine, if anywhere."""
+        return None if self.folder is None or "jsonl" not in self._config.observe.sinks else self.folder.system(rank)
+
     def write_config(self, text: str) -> None:
         """Write the resolved config; from here on the folder is a run's."""
         if self.folder is not None and self._rank == 0:
@@ -108,7 +113,7 @@ class RunOutput:
             return
         try:
             self.folder.write_epochs(record.epochs)
-            self.folder.write_report(render_html(record, series, config_text))
+            self.folder.write_report(render_html(record, series, config_text, samples_of(self.folder)))
             self.folder.write_summary(record, render_text(record))
         except RunFolderError as error:
             record.notes.append(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import time
@@ -16,6 +17,7 @@ from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
 from frameworm.launch.stopping import StopAgreement
 from frameworm.observe.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
+from frameworm.observe.ranks import RankWatch
 from frameworm.records.events import Events
 from frameworm.records.schema import EpochRecord, StepRecord
 
@@ -46,6 +48,7 @@ class TrainingLoop:
         save: Callable[[], None],
         validate: Callable[[], Evaluation] | None,
         sum_over_ranks: Callable[[list[float]], list[float]],
+        ranks: RankWatch | None = None,
     ) -> None:
         self._step = step
         self._source = source
@@ -58,9 +61,21 @@ class TrainingLoop:
         self._save = save
         self._validate = validate
         self._sum_over_ranks = sum_over_ranks
+        self._ranks = ranks
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
+        if self._ranks is None:
+            return self._run()
+        self._ranks.start()
+        try:
+            return self._run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # a listener that fails here too has nothing new to say
+                self._tell(self._ranks.abandon())
+            raise
+
+    def _run(self) -> str:
         progress = self.progress
         self._step.wrapped.train()
         while not progress.finished and progress.epoch < self._limits.epochs:
@@ -69,7 +84,7 @@ class TrainingLoop:
             self._state.continue_random_numbers()
             self._clock.start()
             reason = self._run_steps(steps)
-            self._deliver(self._clock.drain())
+            self._drain()
             if reason is not None:
                 return reason
             self._end_epoch()
@@ -109,8 +124,10 @@ class TrainingLoop:
             sizes = (batch.local_samples, batch.tokens, batch.padded_tokens)
             payload = (progress.step, progress.epoch + 1, group["lr"], sizes, host_count)
             self._deliver(clock.end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count)))
+            if self._ranks is not None:
+                self._tell(self._ranks.after_step(progress.step))
             if save_every is not None and progress.step % save_every == 0:
-                self._deliver(clock.drain())
+                self._drain()
                 self._save()
                 clock.mark(CHECKPOINT)
         return None
@@ -125,6 +142,16 @@ class TrainingLoop:
             self.progress.val_loss, self.progress.val_accuracy = result.loss, result.accuracy
             self._step.wrapped.train()
 
+    def _drain(self) -> None:
+        """Wait for everything that was measured, and hand it out."""
+        self._deliver(self._clock.drain())
+        if self._ranks is not None:
+            self._tell(self._ranks.flush())
+
+    def _tell(self, records: list[StepRecord]) -> None:
+        for record in records:
+            self._events.on_step(record)
+
     def _deliver(self, finished: list[Timed]) -> None:
         """Turn measured steps into records and hand them to whoever listens."""
         progress = self.progress
@@ -138,23 +165,26 @@ class TrainingLoop:
                 progress.loss_sum += loss * count
                 progress.count_sum += count
             progress.epoch_s += timed.step_s - phases.get(VALIDATION, 0.0) - phases.get(CHECKPOINT, 0.0)
-            self._events.on_step(
-                StepRecord(
-                    number,
-                    epoch,
-                    time(),
-                    timed.step_s,
-                    loss if count else None,
-                    float(lr),
-                    samples,
-                    count,
-                    tokens,
-                    padded_tokens,
-                    grad_norm,
-                    None if skipped is None else skipped != 0,
-                    phases,
-                )
+            record = StepRecord(
+                number,
+                epoch,
+                time(),
+                timed.step_s,
+                loss if count else None,
+                float(lr),
+                samples,
+                count,
+                tokens,
+                padded_tokens,
+                grad_norm,
+                None if skipped is None else skipped != 0,
+                phases,
+                None if timed.communication is None else timed.communication.total_s,
             )
+            if self._ranks is None:
+                self._events.on_step(record)
+            else:
+                self._ranks.add(record, timed.communication)
 
     def _end_epoch(self) -> None:
         progress = self.progress

@@ -119,13 +119,14 @@ def run(
         run_dir=out,
     )
     return trainer.train(
-        _loader(config, workload, workload.train_data, evaluation=False),
-        None if workload.val_data is None else _loader(config, workload, workload.val_data, evaluation=True),
+        build_loader(config, workload, workload.train_data, evaluation=False),
+        None if workload.val_data is None else build_loader(config, workload, workload.val_data, evaluation=True),
         resume=resume,
     )
 
 
-def _loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
+def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
+    """The loader of a resolved config over a workload's training or validation data."""
     settings, training = config.data, config.training
     assert isinstance(training.micro_batch, int)
     assert isinstance(settings.eval_batch, int)
@@ -180,6 +181,6 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
     strategy = Strategy(device)
     model: nn.Module = strategy.place(workload.model)
-    loader = CudaDataLoader(_loader(config, workload, workload.val_data, evaluation=True), device)
+    loader = CudaDataLoader(build_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)
     return stored.step, evaluate(model, loader, LossFunction(model, workload.loss_fn), precision, strategy)

@@ -30,13 +30,32 @@ from frameworm.engine.progress import Progress
 from frameworm.engine.schedule import AnySchedule
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
-from frameworm.engine.summary import Tally, count_parameters, describe_device, fill_record, flatten_notes
+from frameworm.engine.summary import (
+    Tally,
+    count_parameters,
+    describe_device,
+    fill_record,
+    flatten_notes,
+    judge_run,
+    summarise_rank,
+)
 from frameworm.engine.update import Update
 from frameworm.errors import CheckpointError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.fingerprint import environment_fingerprint
-from frameworm.launch.process_group import all_reduce_sums, broadcast_object, shared_store
+from frameworm.launch.process_group import (
+    all_reduce_sums,
+    broadcast_object,
+    gather_objects,
+    is_distributed,
+    setup_ddp,
+    shared_store,
+)
 from frameworm.launch.stopping import StopAgreement, StopRequest
-from frameworm.observe.phases import make_clock
+from frameworm.observe.communication import recorded
+from frameworm.observe.device_clock import make_clock
+from frameworm.observe.ranks import RankWatch
+from frameworm.observe.system import make_sampler
+from frameworm.observe.windows import Windows
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Events, Listener
 from frameworm.records.schema import Batch, CheckpointStatistics, RunRecord
@@ -91,7 +110,11 @@ class TrainingSession:
         update = Update(
             job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
         )
-        self._clock = clock = make_clock(job.strategy.device)
+        self._windows = Windows(config.observe, job.strategy.device, self._rank, total)
+        self._clock = clock = self._windows.around(make_clock(job.strategy.device))
+        self._ranks: RankWatch | None = None
+        if job.strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
+            self._ranks = RankWatch(self._rank, self._world_size, job.strategy.device, clock.max_steps_ahead - 1)
         step: TrainStep | CapturedStep = TrainStep(
             job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock
         )
@@ -112,7 +135,14 @@ class TrainingSession:
             self._output.abandon()
             raise
         self._events = Events([self._tally, *listeners, *job.callbacks])
+        self._sampler = make_sampler(
+            config.observe.system_interval_s,
+            job.strategy.device,
+            self._output.system_path(self._rank),
+            whole_machine=not is_distributed() or setup_ddp().local_rank == 0,
+        )
         folder = self._output.folder
+        self._windows.write_to(None if folder is None else folder.path)
         self._store = (
             None
             if folder is None
@@ -145,6 +175,7 @@ class TrainingSession:
             save=self._save,
             validate=None if job.validation is None else self._validate,
             sum_over_ranks=self._sum_over_ranks,
+            ranks=self._ranks,
         )
         self._notes = [*job.notes, update.note, capture_note]
         self.record = RunRecord(
@@ -178,6 +209,7 @@ class TrainingSession:
         status = "failed"
         try:
             with self._request, settled_heap(self._job.config.memory.enable_automatic_gc):
+                self._sampler.start()
                 self._events.on_run_start(self.record)
                 with on_stream(self._stream):
                     status = self._loop.run()
@@ -245,7 +277,7 @@ class TrainingSession:
             progress.finished = False
         self._output.forget_steps_after(self._rank, progress.step)
         for step in self._output.earlier_steps(self._rank):
-            self._tally.aggregate.add(step)
+            self._tally.on_step(step)
         log.info(
             "resumed %s after step %d (epoch %d, step %d of it)",
             folder.path,
@@ -258,9 +290,14 @@ class TrainingSession:
 
     def _finish(self, status: str, *, whole: bool) -> None:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
+        self.record.system = self._sampler.stop()
         aggregate = self._tally.aggregate
+        self.record.slow_steps = aggregate.slow_steps()
         sums = None
+        own = summarise_rank(self._rank, aggregate)
+        self.record.ranks = [own]
         if whole:
+            self.record.ranks = gather_objects(own) or [own]
             sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
         checkpoint = CheckpointStatistics()
         if self._store is not None:
@@ -276,15 +313,19 @@ class TrainingSession:
             device=self._job.strategy.device,
             checkpoint=checkpoint,
             wall_s=perf_counter() - self._began,
+            ranks=self._ranks,
         )
         problem = None if self._store is None else self._store.problem
+        self._notes += self._sampler.notes
         writer_notes = self._output.close()
         self.record.compilation = self._compiler.record()
         if self._captured is not None:
             self.record.captured_steps = self._captured.captured_steps
             self._notes.append(self._captured.note)
+        self._notes += self._windows.close()
         self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, [problem])
         if self._rank == 0:
+            judge_run(self.record, self._tally, self._job.config)
             self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         self._events.on_run_end(self.record)
 

@@ -20,7 +20,7 @@ from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
 from frameworm.engine.update import Update
 from frameworm.errors import ModelError
-from frameworm.observe.phases import BACKWARD, FORWARD, OPTIMIZER, StepClock
+from frameworm.observe.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
 
 
@@ -127,8 +127,7 @@ class TrainStep:
             self._backward(loss if weight == 1 else loss * weight)
             return StepResult(loss.detach(), samples, True), None
         counted = _as_count(count, loss, samples)
-        total = counted.clone()
-        self._strategy.sum_over_ranks(total)
+        total = self._over_ranks(counted)
         self._backward(loss * _share(counted * self._world_size, total))
         return StepResult(loss.detach(), counted), None
 
@@ -151,9 +150,7 @@ class TrainStep:
         if counted is None:
             local = batch.local_samples
             return StepResult(loss_sum / max(local, 1), local, True), None
-        total = counted.clone()
-        if self._world_size > 1:
-            self._strategy.sum_over_ranks(total)
+        total = self._over_ranks(counted)
         reference = self._reference(batch)
         return StepResult(_share(loss_sum, counted), counted), _share(reference * self._world_size, total)
 
@@ -167,6 +164,14 @@ class TrainStep:
         counted = _as_count(count, loss, samples)
         self._backward(loss * (counted / self._reference(batch)))
         return loss, counted
+
+    def _over_ranks(self, counted: torch.Tensor) -> torch.Tensor:
+        """The count of all ranks; this rank has nothing to do until all have come."""
+        total = counted.clone()
+        if self._world_size > 1:
+            self._strategy.sum_over_ranks(total)
+            self._mark(COMMUNICATION_EXPOSED)
+        return total
 
     def _reference(self, batch: StepBatch) -> float:
         """A count of the right size, the same on all ranks, that keeps scaled gradients in range."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from frameworm.config.schema import Config
+from frameworm.diagnose.account import StepAccount
+from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.engine.progress import Progress
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
+from frameworm.observe.phases import COMMUNICATION_EXPOSED
+from frameworm.observe.ranks import RankWatch
 from frameworm.records.events import Listener
+from frameworm.records.observations import RankSummary
 from frameworm.records.schema import (
     CheckpointStatistics,
     Communication,
@@ -19,7 +29,9 @@ from frameworm.records.schema import (
     StepRecord,
 )
 from frameworm.records.statistics import StepAggregate
+from frameworm.records.trace import TraceSummary
 
+log = logging.getLogger("frameworm")
 GROUP_STEPS = 64
 
 
@@ -32,6 +44,7 @@ class Tally(Listener):
 
     def __init__(self) -> None:
         self._aggregate = StepAggregate()
+        self._account = StepAccount()
         self._waiting: list[StepRecord] = []
 
     @property
@@ -39,6 +52,12 @@ class Tally(Listener):
         """The figures of all steps so far."""
         self._sum_up()
         return self._aggregate
+
+    @property
+    def account(self) -> StepAccount:
+        """Where the time of all steps so far went, for the rules."""
+        self._sum_up()
+        return self._account
 
     def on_step(self, step: StepRecord) -> None:
         self._waiting.append(step)
@@ -48,6 +67,7 @@ class Tally(Listener):
     def _sum_up(self) -> None:
         for step in self._waiting:
             self._aggregate.add(step)
+            self._account.add(step)
         self._waiting.clear()
 
 
@@ -62,11 +82,13 @@ def fill_record(
     device: torch.device,
     checkpoint: CheckpointStatistics,
     wall_s: float,
+    ranks: RankWatch | None = None,
 ) -> None:
     """Put the run's figures into its record; what was not measured stays None.
 
     Args:
         world_sums: Measured samples and tokens summed over the ranks; None when the other ranks could not be asked.
+        ranks: What was seen of the communication between the ranks, if somebody watched it.
     """
     record.status = status
     record.wall_s = wall_s
@@ -81,15 +103,63 @@ def fill_record(
     record.phases = aggregate.phases()
     record.padding_waste = aggregate.padding_waste()
     record.skipped_steps = aggregate.skipped
-    alone = world_size == 1
-    record.communication = Communication(
-        total_s=0.0 if alone else None, exposed_s=0.0 if alone else None, bytes_per_step=communicated_bytes
-    )
+    if world_size > 1 and ranks is None:
+        record.unseen = [COMMUNICATION_EXPOSED]
+    record.communication = summarise_communication(aggregate, world_size, communicated_bytes, ranks)
     record.memory = measure_memory(device)
     record.checkpoint = checkpoint
     if progress.epochs:
         last = progress.epochs[-1]
         record.quality = Quality(last.train_loss, last.val_loss, last.val_accuracy)
+
+
+def summarise_communication(
+    aggregate: StepAggregate, world_size: int, communicated_bytes: int | None, ranks: RankWatch | None
+) -> Communication:
+    """The communication of this rank's mean step; a single rank has none."""
+    if world_size == 1:
+        return Communication(total_s=0.0, exposed_s=0.0, bytes_per_step=communicated_bytes)
+    total_s = aggregate.communication_s()
+    exposed = aggregate.phases().get(COMMUNICATION_EXPOSED)
+    return Communication(
+        total_s=total_s,
+        exposed_s=None if exposed is None or total_s is None else exposed.mean_s,
+        bytes_per_step=communicated_bytes,
+        rank_wait_s=aggregate.rank_wait_s(),
+        slowest_rank=None if ranks is None else ranks.slowest_rank,
+        buckets=[] if ranks is None else ranks.buckets(),
+    )
+
+
+def summarise_rank(rank: int, aggregate: StepAggregate) -> RankSummary:
+    """The mean step of this rank."""
+    step_s = aggregate.throughput().step_s
+    return RankSummary(
+        rank=rank,
+        step_s=None if step_s is None else step_s.mean,
+        phases={name: phase.mean_s for name, phase in aggregate.phases().items()},
+        communication_s=aggregate.communication_s(),
+        rank_wait_s=aggregate.rank_wait_s(),
+        host=platform.node() or None,
+    )
+
+
+def judge_run(record: RunRecord, tally: Tally, config: Config) -> None:
+    """Put verdict and findings into the record; a run that ended well is not lost to a fault in judging it."""
+    try:
+        judgement = judge(record, steps=tally.account, config=config, trace=_trace_of(record))
+        apply_judgement(record, judgement)
+    except Exception as error:
+        log.warning("the run could not be judged", exc_info=True)
+        record.notes.append(f"no verdict: judging failed with {type(error).__name__}: {error}")
+
+
+def _trace_of(record: RunRecord) -> TraceSummary | None:
+    """What the trace window of this run saw on rank 0, if it recorded one."""
+    path = None if record.run_dir is None else Path(record.run_dir) / "trace-rank0-summary.json"
+    if path is None or not path.exists():
+        return None
+    return TraceSummary.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure_memory(device: torch.device) -> Memory:

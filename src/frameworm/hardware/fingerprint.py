@@ -37,6 +37,7 @@ def environment_fingerprint(device: torch.device) -> dict[str, Any]:
         "cpu_model": cpu_model(),
         "cpus_usable": usable_cpus(),
         "cpus_total": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
         "memory_bytes": memory_total_bytes(),
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "device_names": names,

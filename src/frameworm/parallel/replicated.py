@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,29 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
-from frameworm.parallel.strategy import Strategy
+from frameworm.parallel.strategy import Hook, Strategy
 
 _MANY = 5
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+
+
+def mean_of_gradients(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The hook that sends what DDP sends without one, to the last bit."""
+    gradients: torch.Tensor = bucket.buffer()
+    world_size = dist.get_world_size()
+    if gradients.is_sparse:
+        gradients.div_(world_size)
+    else:
+        gradients.mul_(1 / world_size)  # dividing rounds differently where the number is not a power of two
+    future = dist.all_reduce(gradients, async_op=True).get_future()
+    return cast("torch.futures.Future[torch.Tensor]", future.then(_first_value))
+
+
+def _first_value(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return done.value()[0]
 
 
 class DDPStrategy(Strategy):
@@ -48,6 +65,13 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=True,
         )
         return self._wrapped
+
+    def wrap_hook(self, wrap: Callable[[Hook], Hook]) -> bool:
+        if self.world_size == 1:
+            return False
+        assert self._wrapped is not None
+        self._wrapped.register_comm_hook(None, wrap(mean_of_gradients))
+        return True
 
     def no_sync(self) -> AbstractContextManager[None]:
         assert self._wrapped is not None

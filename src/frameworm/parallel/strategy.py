@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
 from frameworm.errors import ModelError
+
+# From a state and a bucket of gradients to the future of what the ranks make of it: a communication hook of DDP.
+Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 class Strategy:
@@ -29,6 +34,13 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[None]:
         """Hold back the gradient synchronisation of a backward pass inside this context."""
         return contextlib.nullcontext()
+
+    def wrap_hook(self, wrap: Callable[[Hook], Hook]) -> bool:
+        """Send gradients through `wrap(hook)`, hook being what sends them now; false where no hook sends any.
+
+        To be called once, between `place` and the first step.
+        """
+        return False
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, on the device, without making the host wait on a GPU."""

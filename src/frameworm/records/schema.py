@@ -199,6 +199,7 @@ class RunRecord:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what the run wants said: fallbacks, losses of records, host waits
     epochs: list[EpochRecord] = field(default_factory=list)
+    slow_steps: list[StepRecord] = field(default_factory=list)  # outliers of rank 0, slowest first
     run_dir: str | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -282,6 +283,7 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
     if values.get("compilation"):
         values["compilation"] = Compilation(**_known(Compilation, values["compilation"]))
     values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
+    values["slow_steps"] = [StepRecord.from_dict(item) for item in values.get("slow_steps") or []]
     values["findings"] = [_finding(item) for item in values.get("findings") or []]
     return cls(**values)
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from frameworm.records.outliers import MOST_KEPT, SlowSteps
 from frameworm.records.schema import PHASES, Phase, Statistics, StepRecord, Throughput
 from frameworm.records.series import SERIES_LIMIT, Series
 from frameworm.records.series import SeriesPoint as SeriesPoint
@@ -140,6 +141,10 @@ class _Totals:
     tokens_where_padded: int = 0
     phased_step_s: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    communication_s: float = 0.0
+    communication_steps: int = 0
+    rank_wait_s: float = 0.0
+    rank_wait_steps: int = 0
 
     def add(self, step: StepRecord) -> None:
         step_s = step.step_s
@@ -154,6 +159,12 @@ class _Totals:
             if step.padded_tokens is not None:
                 self.padded_tokens += step.padded_tokens
                 self.tokens_where_padded += tokens
+        if step.communication_s is not None:
+            self.communication_s += step.communication_s
+            self.communication_steps += 1
+        if step.rank_wait_s is not None:
+            self.rank_wait_s += step.rank_wait_s
+            self.rank_wait_steps += 1
         if step.phases:
             self.phased_step_s += step_s
             phases = self.phases
@@ -172,10 +183,15 @@ class StepAggregate:
         warmup: Steps at the start to leave out.
         exact_limit: Number of steps up to which percentiles are exact.
         series_limit: Most points `series` may have.
+        slow_limit: Most steps that stand out to keep.
     """
 
     def __init__(
-        self, warmup: int = DEFAULT_WARMUP, exact_limit: int = EXACT_LIMIT, series_limit: int = SERIES_LIMIT
+        self,
+        warmup: int = DEFAULT_WARMUP,
+        exact_limit: int = EXACT_LIMIT,
+        series_limit: int = SERIES_LIMIT,
+        slow_limit: int = MOST_KEPT,
     ) -> None:
         assert warmup >= 0, "warm-up is a number of steps"
         self.steps = 0
@@ -185,11 +201,14 @@ class StepAggregate:
         self._head: list[StepRecord] | None = []
         self._totals = _Totals(Spread(exact_limit))
         self._series = Series(series_limit)
+        self._slow = SlowSteps(slow_limit)
 
     def add(self, step: StepRecord) -> None:
         """Take one step in; cheap enough for every step."""
         self.steps += 1
         self._series.add(step)
+        if self.steps > self._warmup:
+            self._slow.add(step)
         if step.skipped is not None:
             self.skipped = (self.skipped or 0) + step.skipped
         if self._head is None:
@@ -257,6 +276,16 @@ class StepAggregate:
         order = [*(name for name in PHASES if name in seen), *(name for name in seen if name not in PHASES)]
         return {name: Phase(mean_s=seen[name] * mean_step_s, share=seen[name]) for name in order}
 
+    def communication_s(self) -> float | None:
+        """Mean time gradients were on their way, over the steps that know it."""
+        totals = self._measured()
+        return totals.communication_s / totals.communication_steps if totals.communication_steps else None
+
+    def rank_wait_s(self) -> float | None:
+        """Mean wait for other ranks, over the steps that know it."""
+        totals = self._measured()
+        return totals.rank_wait_s / totals.rank_wait_steps if totals.rank_wait_steps else None
+
     def padding_waste(self) -> float | None:
         """Share of the computed tokens that were padding, or None if unknown."""
         totals = self._measured()
@@ -265,6 +294,10 @@ class StepAggregate:
     def series(self) -> list[SeriesPoint]:
         """Loss and step time over the run, thinned evenly."""
         return self._series.points()
+
+    def slow_steps(self) -> list[StepRecord]:
+        """The steps that took far longer than their neighbours, slowest first; the warm-up is left out."""
+        return self._slow.steps()
 
     def _measured(self) -> _Totals:
         if self._head is None:

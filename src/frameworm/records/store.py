@@ -117,6 +117,10 @@ class RunFolder:
         """The steps of one rank."""
         return self.path / f"steps-rank{rank}.jsonl"
 
+    def system(self, rank: int) -> Path:
+        """What the sampler of one rank saw of the machine."""
+        return self.path / f"system-rank{rank}.jsonl"
+
     @property
     def epochs_csv(self) -> Path:
         """One row per epoch."""

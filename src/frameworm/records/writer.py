@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from frameworm.errors import RunFolderError
 from frameworm.records.events import Listener
@@ -52,7 +52,7 @@ def step_line(record: StepRecord) -> str:
 
 
 class JsonLinesWriter(Listener):
-    """Writes step records to a file from a background thread.
+    """Writes records to a file from a background thread: steps, or whatever `encode` makes a line of.
 
     `write` only appends to a bounded queue: it never waits and never raises. What cannot be kept, because the queue is
     full or the disk refuses, is counted in `lost`.
@@ -60,6 +60,7 @@ class JsonLinesWriter(Listener):
     Args:
         path: File to append to; made when the first record is written.
         max_pending: Records that may wait to be written before further ones are lost.
+        encode: Turns a record into one line of JSON.
 
     Attributes:
         problem: The first error the disk gave, or None.
@@ -67,13 +68,19 @@ class JsonLinesWriter(Listener):
 
     must_not_break_training: ClassVar[bool] = True
 
-    def __init__(self, path: str | os.PathLike[str], max_pending: int = 10_000) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_pending: int = 10_000,
+        encode: Callable[[Any], str] = step_line,
+    ) -> None:
         assert max_pending > 0, "a queue that holds nothing loses everything"
         self.path = Path(path)
         self.problem: str | None = None
+        self._encode = encode
         self._max_pending = max_pending
         self._wake_at = max(1, max_pending // 4)
-        self._pending: deque[StepRecord] = deque()
+        self._pending: deque[Any] = deque()
         # Two counters, because each side increments its own without a lock.
         self._lost_when_full = 0
         self._lost_on_disk = 0
@@ -92,7 +99,7 @@ class JsonLinesWriter(Listener):
         """Records that did not reach the file."""
         return self._lost_when_full + self._lost_on_disk
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Any) -> None:
         """Queue one record, which must not be changed afterwards."""
         pending = len(self._pending)
         if pending >= self._max_pending or self._closing:
@@ -149,9 +156,11 @@ class JsonLinesWriter(Listener):
         lines = []
         for record in records:
             try:
-                lines.append(step_line(record))
+                lines.append(self._encode(record))
             except Exception as error:  # a record no encoder takes must not end the thread
-                self._lose(1, f"step {record.step} cannot be written as JSON: {error}")
+                step = getattr(record, "step", None)
+                what = type(record).__name__ if step is None else f"step {step}"
+                self._lose(1, f"{what} cannot be written as JSON: {error}")
         if not lines:
             return
         try:

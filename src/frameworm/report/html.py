@@ -4,128 +4,161 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import math
-from bisect import bisect_right
-from collections.abc import Sequence
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from frameworm.records.schema import PHASES, RunRecord
+from frameworm.records.observations import SystemSample
+from frameworm.records.schema import Finding, RunRecord
 from frameworm.records.series import SeriesPoint
-from frameworm.report import tables
-from frameworm.report.svg import Line, Part, Point, line_chart, nice_ticks, outlier_limit, stacked_bar
+from frameworm.report import charts, charts_ranks, charts_system, tables
 
-# Widest first; a chart uses the first unit in which its typical value is one or more.
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_DOUBT = "inconclusive: "  # begins the notes that say why there is no verdict
+_GRADE_SIGNS = {"met": "✓", "missed": "✗"}
 
 
-def render_html(record: RunRecord, series: Sequence[SeriesPoint] = (), config_text: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class FindingView:
+    """One finding as the page shows it; each remedy is its sentence and the option that applies it, if one does."""
+
+    row: tables.FindingRow
+    level: str  # critical, warning or soft
+    remedies: tuple[tuple[str, str], ...]
+
+
+def render_html(
+    record: RunRecord,
+    series: Sequence[SeriesPoint] = (),
+    config_text: str = "",
+    samples: Mapping[int, Sequence[SystemSample]] | None = None,
+) -> str:
     """The whole page.
 
     Args:
         record: The run.
         series: Loss and step time over the run, as `StepAggregate.series` gives them.
         config_text: The resolved config, shown as it is.
+        samples: What was seen of the machine, by rank.
     """
-    time_chart, time_note = step_time_chart(series)
-    phases = tables.phase_rows(record)
+    notes = [tables.plain(note) for note in record.notes]
+    series = charts.thinned(series)
+    timeline = charts.step_timeline(record, series)
+    bars = charts_ranks.rank_bars(record)
+    overlap = charts_ranks.overlap(record)
+    system = charts_system.system_charts(samples or {})
     return _template().render(
         title=tables.plain(record.name) or "run",
         subtitle=tables.title_parts(record)[1:],
-        record=record,
-        figures=[
-            *tables.quality_figures(record),
-            *tables.speed_figures(record),
-            *tables.run_figures(record),
-        ],
-        facts=_facts(record),
+        figures=_figures(record),
         verdict=tables.verdict_text(record),
-        findings=tables.finding_rows(record),
-        notes=[tables.plain(note) for note in record.notes],
-        loss_chart=loss_chart(record, series),
+        findings=finding_views(record),
+        targets=[(row, _GRADE_SIGNS.get(row.grade, "?")) for row in tables.target_rows(record)],
+        reasons=[note.removeprefix(_DOUBT) for note in notes if note.startswith(_DOUBT)],
+        notes=[note for note in notes if not note.startswith(_DOUBT)],
+        loss_chart=charts.loss_chart(record, series),
         has_validation=any(epoch.val_loss is not None for epoch in record.epochs),
         steps_per_point=series[0].steps if series else 1,
-        time_chart=time_chart,
-        time_note=time_note,
-        phase_bar=phase_bar(record),
+        time_chart=Markup("") if timeline is None else charts.timeline_chart(timeline),
+        timeline=timeline,
+        outliers=[_outlier_row(item) for item in charts.outliers(record)],
+        phase_bar=charts.phase_bar(record),
         phases=[
-            (_phase_class(row.name), row.label, tables.seconds(row.mean_s), tables.share(row.share)) for row in phases
+            (charts.phase_class(row.name), row.label, tables.seconds(row.mean_s), tables.share(row.share))
+            for row in tables.phase_rows(record)
         ],
+        unseen=[charts.phase_label(name) for name in record.unseen],
+        rank_chart=charts_ranks.rank_chart(bars),
+        rank_header=RANK_HEADER,
+        ranks=[_rank_row(bar, record) for bar in bars],
+        hidden_ranks=len(record.ranks) - len(bars) if len(bars) == charts_ranks.MOST_RANKS else 0,
+        rank_phases=_phases_of_ranks(bars),
+        slowest_rank=record.communication.slowest_rank,
+        overlap_chart=Markup("") if overlap is None else charts_ranks.overlap_chart(overlap),
+        overlap=overlap,
+        communication=tables.communication_text(record),
+        accumulation=record.batch.accumulation,
+        system=[(item, charts_system.system_chart(item)) for item in system],
         epoch_header=tables.EPOCH_HEADER,
         epochs=tables.epoch_rows(record.epochs),
+        facts=_facts(record),
         environment=tables.environment_rows(record.environment),
         config_text=config_text,
     )
 
 
-def loss_chart(record: RunRecord, series: Sequence[SeriesPoint]) -> Markup:
-    """Training loss over the steps, with the loss of each validation at the end of its epoch."""
-    training: list[Point] = [(float(point.step), point.loss) for point in series]
-    validation = validation_points(record, series)
-    lines = [Line(training, "curve-a"), Line(validation, "curve-b", dots=True)]
-    return line_chart(lines, "Loss over the steps", "step", "loss")
+def finding_views(record: RunRecord) -> list[FindingView]:
+    """The findings, each remedy with the option to copy; a script that is watched has no such options."""
+    return [
+        FindingView(
+            row, row.severity if row.severity in ("critical", "warning") else "soft", _remedies(finding, record)
+        )
+        for finding, row in zip(record.findings, tables.finding_rows(record))
+    ]
 
 
-def validation_points(record: RunRecord, series: Sequence[SeriesPoint]) -> list[Point]:
-    """Validation losses at the last step of their epochs, to within one point of the series.
-
-    Without a series the epochs are taken as equally long.
-    """
-    epochs = [point.epoch for point in series]
-    points: list[Point] = []
-    for position, epoch in enumerate(record.epochs, start=1):
-        if epoch.val_loss is None:
-            continue
-        before = bisect_right(epochs, epoch.epoch)
-        if before:
-            points.append((float(series[before - 1].step), epoch.val_loss))
-        elif not series:
-            points.append((record.steps * position / len(record.epochs), epoch.val_loss))
-    return points
-
-
-def step_time_chart(series: Sequence[SeriesPoint]) -> tuple[Markup, str]:
-    """Step time over the steps, and a sentence on what lies beyond the axis, if anything does."""
-    times = [point.step_s for point in series if math.isfinite(point.step_s)]
-    if not times:
-        return Markup(""), ""
-    typical = sorted(times)[len(times) // 2]
-    factor, unit = next((item for item in _TIME_UNITS if typical >= item[0]), _TIME_UNITS[-1])
-    limit = outlier_limit([time / factor for time in times])
-    if limit is not None:
-        limit = nice_ticks(0.0, limit)[-1]
-    points: list[Point] = [(float(point.step), point.step_s / factor) for point in series]
-    chart = line_chart(
-        [Line(points, "curve-a")],
-        "Time of each step",
-        "step",
-        f"step time in {unit}",
-        from_zero=True,
-        y_limit=limit,
+def _remedies(finding: Finding, record: RunRecord) -> tuple[tuple[str, str], ...]:
+    own = record.source == "engine"
+    return tuple(
+        (tables.plain(remedy.text), set_option(remedy.knob, remedy.value) if own and remedy.knob else "")
+        for remedy in finding.remedies
     )
-    if limit is None:
-        return chart, ""
-    beyond = sum(time / factor > limit for time in times)
-    return chart, f"{beyond} of {len(times)} points lie above the axis; the highest is {tables.seconds(max(times))}."
 
 
-def phase_bar(record: RunRecord) -> Markup:
-    """The mean step as a bar of its phases."""
-    parts = [Part(row.label, row.share, _phase_class(row.name)) for row in tables.phase_rows(record)]
-    return stacked_bar(parts, "Shares of the mean step")
+def set_option(knob: str, value: Any) -> str:
+    """The option that sets a knob, as a shell takes it."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"--set {shlex.quote(tables.plain(f'{knob}={text}'))}"
 
 
-def _phase_class(name: str) -> str:
-    return f"phase-{name}" if name in PHASES else "phase-unknown"
+RANK_HEADER = ("rank", "host", "step", "own work", "exposed", "waits")
+
+
+def _rank_row(bar: charts_ranks.RankBar, record: RunRecord) -> tuple[str, ...]:
+    exposed = [part.length_s for part in bar.parts if part.name == "communication_exposed"]
+    mark = " (slowest)" if bar.rank == record.communication.slowest_rank else ""
+    return (
+        f"{bar.rank}{mark}",
+        bar.host,
+        tables.seconds(bar.step_s),
+        tables.seconds(bar.work_s),
+        tables.seconds(sum(exposed)) if exposed else "",
+        "" if bar.wait_s is None else tables.seconds(bar.wait_s),
+    )
+
+
+def _phases_of_ranks(bars: Sequence[charts_ranks.RankBar]) -> list[tuple[str, str]]:
+    """The colours in use, for the legend."""
+    return list(dict.fromkeys((charts.phase_class(part.name), part.label) for bar in bars for part in bar.parts))
+
+
+def _outlier_row(item: charts.Outlier) -> tuple[str, ...]:
+    times = "" if item.times_typical is None else f"{item.times_typical:.1f}x"
+    return f"{item.step:,}", str(item.epoch), tables.seconds(item.step_s), times, item.causes
+
+
+def _figures(record: RunRecord) -> list[tables.Figure]:
+    """The figures at the top; a script that is watched tells no quality, so unknown ones are left out there."""
+    found = [*tables.quality_figures(record), *tables.speed_figures(record), *tables.run_figures(record)]
+    return [figure for figure in found if record.source == "engine" or figure.value != tables.UNKNOWN]
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    facts = [("batch", tables.batch_text(record.batch)), ("memory", tables.memory_text(record))]
+    own = record.source == "engine"
+    facts = [] if own else [("source", tables.plain(record.source))]
+    if own or record.batch.micro is not None:
+        facts.append(("batch", tables.batch_text(record.batch)))
+    if own or record.memory.peak_bytes is not None:
+        facts.append(("memory", tables.memory_text(record)))
     communication = tables.communication_text(record)
     if communication is not None:
         facts.append(("communication", communication))
-    facts.append(("checkpoints", tables.checkpoint_text(record)))
+    if own or record.checkpoint.count:
+        facts.append(("checkpoints", tables.checkpoint_text(record)))
     if record.started is not None:
         facts.append(("started", tables.plain(record.started)))
     if record.run_dir is not None:
@@ -135,6 +168,9 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 @functools.cache
 def _template() -> Template:
-    source = importlib.resources.files("frameworm.report").joinpath("templates/report.html.j2")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source.read_text(encoding="utf-8"))
+    folder = importlib.resources.files("frameworm.report").joinpath("templates")
+    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.j2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from time import monotonic
 from typing import ClassVar, TextIO
 
@@ -11,16 +12,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from frameworm.records.events import Listener
-from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
-from frameworm.report.tables import number, seconds
+from frameworm.records.schema import PHASES, EpochRecord, RunRecord, StepRecord
+from frameworm.report.tables import number, plain, seconds
 
 REDRAW_S = 0.2
 PLAIN_EVERY_S = 10.0
 _SMOOTHING = 0.98
+_SHORT_LABELS = {"data_wait": "data", "communication_exposed": "network"}
+_SMALLEST_SHARE = 0.005
+_BAR_WIDTH = 24
+_NARROW_BAR_WIDTH = 8
+_TIME_LEFT_WIDTH = 7
 
 
 class ProgressLine(Listener):
-    """Loss, samples/s, time left and the share of time spent waiting for data.
+    """Loss, samples/s, time left, and on a terminal the shares of the phases; elsewhere that of the wait for data.
 
     Args:
         total_steps: Steps of the whole run, or None when nobody knows.
@@ -40,7 +46,9 @@ class ProgressLine(Listener):
         self._every_s = REDRAW_S if self._live else PLAIN_EVERY_S
         self._loss: float | None = None
         self._samples = 0
-        self._time_s = self._divided_s = self._wait_s = 0.0
+        self._time_s = self._divided_s = 0.0
+        self._phases: dict[str, float] = {}
+        self._shares: dict[str, float] = {}
         self._next = 0.0
         self._began = 0.0
 
@@ -60,7 +68,9 @@ class ProgressLine(Listener):
         self._time_s += step.step_s
         if step.phases:  # short steps on a GPU are not all divided
             self._divided_s += step.step_s
-            self._wait_s += step.phases.get("data_wait", 0.0)
+            phases = self._phases
+            for name, phase_s in step.phases.items():
+                phases[name] = phases.get(name, 0.0) + phase_s
         now = monotonic()
         if now >= self._next:
             self._next = now + self._every_s
@@ -85,14 +95,18 @@ class ProgressLine(Listener):
 
     def _draw(self, step: int, epoch: int) -> None:
         rate = self._samples * self._world_size / self._time_s if self._time_s > 0 else 0.0
-        waiting = self._wait_s / self._divided_s if self._divided_s > 0 else 0.0
+        if self._divided_s > 0:  # else those of the last time stand
+            self._shares = {name: phase_s / self._divided_s for name, phase_s in self._phases.items()}
         self._samples = 0
-        self._time_s = self._divided_s = self._wait_s = 0.0
+        self._time_s = self._divided_s = 0.0
+        self._phases.clear()
         loss = "unknown" if self._loss is None or not math.isfinite(self._loss) else f"{self._loss:.4f}"
-        text = f"loss {loss}  {rate:,.0f} samples/s  {waiting:.0%} waiting for data"
+        text = f"loss {loss}  {rate:,.0f} samples/s"
         if self._live is not None:
-            self._live.update(step, f"epoch {epoch}/{self._epochs}", text)
+            self._live.update(step, f"epoch {epoch}/{self._epochs}", text, self._shares)
             return
+        if self._shares:
+            text += f"  {self._shares.get('data_wait', 0.0):.0%} waiting for data"
         left = ""
         if self._total is not None and step:
             left = f"  about {seconds((monotonic() - self._began) / step * (self._total - step))} left"
@@ -107,28 +121,42 @@ class ProgressLine(Listener):
 
 
 class Live:
-    """The live line, by rich; it is redrawn only when told, so that no thread competes with training."""
+    """The live line, by rich; it is redrawn only when told and changed, so that no thread competes with training."""
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
+        self._total = total
+        self._bar = BarColumn(bar_width=_BAR_WIDTH)
         self._progress = Progress(
             TextColumn("{task.fields[epoch]}"),
-            BarColumn(bar_width=24),
+            self._bar,
             TextColumn("{task.completed}/{task.total}" if total else "{task.completed} steps"),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=Console(file=stream),
             auto_refresh=False,
             transient=True,
         )
+        self._drawn: tuple[object, ...] | None = None
         self._task: TaskID = self._progress.add_task("train", total=total, epoch="", text="starting")
 
     def start(self) -> None:
         """Show the line."""
         self._progress.start()
 
-    def update(self, step: int, epoch: str, text: str) -> None:
-        """Draw it anew."""
-        self._progress.update(self._task, completed=step, epoch=epoch, text=text, refresh=True)
+    def update(self, step: int, epoch: str, text: str, shares: Mapping[str, float]) -> None:
+        """Draw it anew, with as many phases as the terminal has room for, unless it would look the same."""
+        steps = f"{step}/{self._total}" if self._total else f"{step} steps"
+        # One space between any two of the five columns.
+        room = self._progress.console.width - len(epoch) - len(steps) - len(text) - _TIME_LEFT_WIDTH - 4
+        all_phases = phase_shares_text(shares, sys.maxsize)
+        self._bar.bar_width = _BAR_WIDTH if len(all_phases) + 2 + _BAR_WIDTH <= room else _NARROW_BAR_WIDTH
+        phases = phase_shares_text(shares, room - self._bar.bar_width - 2)
+        if phases:
+            text = f"{text}  {phases}"
+        drawn = (step, epoch, text, self._progress.console.width)
+        if drawn != self._drawn:
+            self._drawn = drawn
+            self._progress.update(self._task, completed=step, epoch=epoch, text=text, refresh=True)
 
     def say(self, text: str) -> None:
         """Write a line above it."""
@@ -137,3 +165,20 @@ class Live:
     def stop(self) -> None:
         """Take it away."""
         self._progress.stop()
+
+
+def phase_shares_text(shares: Mapping[str, float], width: int) -> str:
+    """The phases in the order of a step, as `data 3% · forward 31%`; the largest of them, if not all fit in `width`.
+
+    Args:
+        shares: Part of the step time that each phase took, 0 to 1; what rounds to nothing is left out.
+        width: Most characters to use.
+    """
+    order = [*(name for name in PHASES if name in shares), *(name for name in shares if name not in PHASES)]
+    shown = [name for name in order if math.isfinite(shares[name]) and shares[name] >= _SMALLEST_SHARE]
+    while shown:
+        text = " · ".join(f"{_SHORT_LABELS.get(name, plain(name))} {shares[name]:.0%}" for name in shown)
+        if len(text) <= width:
+            return text
+        shown.remove(min(shown, key=lambda name: shares[name]))
+    return ""

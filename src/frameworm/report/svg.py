@@ -1,4 +1,4 @@
-"""Two small drawings as inline SVG: a line chart with axes, and a bar made of parts.
+"""Small drawings as inline SVG: a line chart with axes, and a bar made of parts.
 
 Colours come from CSS classes, so that one drawing serves light and dark pages. Every text is escaped.
 """
@@ -26,6 +26,15 @@ class Line:
     points: Sequence[Point]
     css_class: str
     dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One place on a chart worth pointing at; `text` is shown when pointed at."""
+
+    x: float
+    y: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,11 @@ def line_chart(
     y_label: str,
     from_zero: bool = False,
     y_limit: float | None = None,
+    y_top: float | None = None,
+    whole_x: bool = True,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Curves over a whole-numbered x axis, or nothing if no curve has a point.
+    """Curves over an x axis, or nothing if no curve has a point.
 
     Args:
         lines: The curves, later ones drawn over earlier ones.
@@ -110,54 +122,58 @@ def line_chart(
         y_label: Name and unit of the y axis.
         from_zero: Whether the y axis begins at zero.
         y_limit: Top of the y axis, best a round number; points above it are drawn at the edge, as triangles.
+        y_top: A value the y axis reaches at least.
+        whole_x: Whether ticks of the x axis must be whole numbers.
+        marks: Places to point at, drawn over the curves.
     """
-    known = [(x, y) for line in lines for x, y in line.points if _drawable(y)]
+    known: list[Point] = [(x, y) for line in lines for x, y in line.points if _drawable(y)]
     if not known:
         return Markup("")
+    known += [(mark.x, mark.y) for mark in marks]
     heights = [y if y_limit is None else min(y, y_limit) for _, y in known if y is not None]
     first, last = min(x for x, _ in known), max(x for x, _ in known)
     if 0 < first <= 0.05 * last or first == last:
         first = 0.0
-    x_ticks = nice_ticks(first, last, whole=True)
-    y_ticks = nice_ticks(0.0 if from_zero else min(heights), max(heights))
+    x_ticks = nice_ticks(first, last, whole=whole_x)
+    y_ticks = nice_ticks(0.0 if from_zero else min(heights), max([*heights, *([] if y_top is None else [y_top])]))
     x_axis = _Axis(first, last if first < last else x_ticks[-1], _LEFT, WIDTH - _RIGHT)
     y_axis = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
     parts = [_frame(x_axis, y_axis, x_ticks, y_ticks, x_label, y_label)]
     parts += [_curve(line, x_axis, y_axis) for line in lines]
-    return _drawing(HEIGHT, title, "".join(parts))
+    parts += [_mark(mark, x_axis, y_axis) for mark in marks]
+    return drawing(HEIGHT, title, "".join(parts))
 
 
 def stacked_bar(parts: Sequence[Part], title: str, height: int = 40) -> Markup:
     """Parts side by side; parts that add up to more than one are drawn to scale within the bar."""
-    whole = max(1.0, math.fsum(part.share for part in parts if part.share > 0))
+    parts = [part for part in parts if math.isfinite(part.share) and part.share > 0]
+    whole = max(1.0, math.fsum(part.share for part in parts))
     left = 0.0
     shapes = []
     for part in parts:
-        if part.share <= 0:
-            continue
         width = part.share / whole * WIDTH
         text = f"{part.share * 100:.1f}%"
         shapes.append(
             f'<g class="{escape(part.css_class)}"><title>{escape(part.label)} {text}</title>'
             f'<rect x="{left:.2f}" y="0" width="{width:.2f}" height="{height}"/>'
         )
-        if width >= 46:
-            shapes.append(
-                f'<text x="{left + width / 2:.1f}" y="{height / 2 + 5:.1f}" text-anchor="middle">{text}</text>'
-            )
+        if width >= 54:
+            middle = f'x="{left + width / 2:.1f}" y="{height / 2 + 5:.1f}" text-anchor="middle"'
+            shapes.append(f'<text class="in" {middle}>{text}</text>')
         shapes.append("</g>")
         left += width
-    return _drawing(height, title, "".join(shapes)) if shapes else Markup("")
+    return drawing(height, title, "".join(shapes)) if shapes else Markup("")
 
 
 def _drawable(y: float | None) -> bool:
     return y is not None and math.isfinite(y)
 
 
-def _drawing(height: int, title: str, content: str) -> Markup:
+def drawing(height: float, title: str, content: str) -> Markup:
+    """Shapes as one picture, with the name a screen reader says."""
     name = escape(title)
     return Markup(
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}"><title>{name}</title>{content}</svg>'
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{name}"><title>{name}</title>{content}</svg>'
     )
 
 
@@ -186,7 +202,7 @@ def _frame(
     middle_y = (bottom + _TOP) / 2
     pieces.append(f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
     pieces.append(
-        f'<text transform="translate(12 {middle_y}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        f'<text transform="translate(16 {middle_y}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
     )
     return "".join(pieces)
 
@@ -216,3 +232,8 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
     if marks:
         shapes.append(f'<path class="beyond" d="{"".join(marks[::spacing])}"/>')
     return f'<g class="{escape(line.css_class)}">{"".join(shapes)}{"".join(dots)}</g>'
+
+
+def _mark(mark: Mark, x_axis: _Axis, y_axis: _Axis) -> str:
+    x, y = x_axis.at(mark.x), y_axis.at(min(mark.y, y_axis.high))
+    return f'<path class="mark" d="M{x:.1f},{y - 5:.1f}l5,5l-5,5l-5,-5z"><title>{escape(mark.text)}</title></path>'

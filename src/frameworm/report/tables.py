@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, RunRecord
+from frameworm.diagnose.targets import Target, grade_targets
+from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, Remedy, RunRecord
 
 UNKNOWN = "unknown"
 
@@ -41,6 +43,16 @@ class FindingRow:
     evidence: str
     remedies: tuple[str, ...]
     expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    """One of the usual targets: its name and goal, what the run reached, and met, missed or unknown."""
+
+    name: str
+    goal: str
+    value: str
+    grade: str
 
 
 def plain(text: object) -> str:
@@ -204,9 +216,23 @@ def checkpoint_text(record: RunRecord) -> str:
 
 def verdict_text(record: RunRecord) -> str | None:
     """The verdict, or None while nobody has judged the run."""
-    if record.verdict == "inconclusive" and not record.findings:
+    judged = record.findings or any(note.startswith("inconclusive: ") for note in record.notes)
+    if record.verdict == "inconclusive" and not judged:
         return None
     return plain(record.verdict).replace("_", " ")
+
+
+def target_rows(record: RunRecord) -> list[TargetRow]:
+    """The usual targets, without those of a GPU on a CPU; empty when none of them is known."""
+    on_cpu = (record.environment.get("device") or record.device or "").lower() == "cpu"
+    targets = [target for target in grade_targets(record) if not (on_cpu and target.on_gpu)]
+    if all(target.value is None for target in targets):
+        return []
+    return [TargetRow(target.name, target.goal, _target_value(target), target.grade) for target in targets]
+
+
+def _target_value(target: Target) -> str:
+    return seconds(target.value) if target.unit == "s" else share(target.value)
 
 
 def finding_rows(record: RunRecord) -> list[FindingRow]:
@@ -219,12 +245,57 @@ def _finding_row(finding: Finding) -> FindingRow:
     if finding.expected_speedup is not None:
         speedup = finding.expected_speedup
         expected = f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}, {plain(speedup.basis)})"
-    evidence = ", ".join(f"{plain(key)} {cell(value)}" for key, value in finding.evidence.items())
-    remedies = tuple(
-        f"{plain(remedy.text)} ({plain(remedy.knob)}: {plain(remedy.value)})" for remedy in finding.remedies
+    return FindingRow(
+        plain(finding.code),
+        plain(finding.severity),
+        _share_text(finding),
+        evidence_text(finding.evidence),
+        tuple(_remedy_text(remedy) for remedy in finding.remedies),
+        expected,
     )
-    return FindingRow(plain(finding.code), plain(finding.severity), share(finding.share), evidence, remedies, expected)
 
+
+def _share_text(finding: Finding) -> str:
+    """The share with its 95% interval, where that is known."""
+    low, high = finding.evidence.get("share_low"), finding.evidence.get("share_high")
+    if finding.share is None or low is None or high is None:
+        return share(finding.share)
+    return f"{share(finding.share)}, {share(low)} to {share(high)}"
+
+
+def _remedy_text(remedy: Remedy) -> str:
+    """What to do, and the setting that does it where there is one."""
+    text = plain(remedy.text)
+    return f"{text} ({plain(remedy.knob)}: {plain(remedy.value)})" if remedy.knob else text
+
+
+def evidence_text(evidence: dict[str, Any]) -> str:
+    """The figures behind a finding as people read them; their names say in which unit they are."""
+    return ", ".join(_evidence(plain(key), value) for key, value in evidence.items() if key not in _OF_THE_SHARE)
+
+
+def _evidence(name: str, value: Any) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for ending, word, show in _UNITS:
+            if name.endswith(ending):
+                return f"{name.removesuffix(ending).replace('_', ' ')} {show(value)}{word}"
+        if name in _SHARES:
+            return f"{name.replace('_', ' ')} {share(value)}"
+    return f"{name.replace('_', ' ')} {cell(value)}"
+
+
+# Rates first: "_s" alone ends their names too.
+_UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("_bytes_per_s", "/s", data_size),
+    ("_per_s", "/s", number),
+    ("_bytes_per_step", " per step", data_size),
+    ("_bytes", "", data_size),
+    ("_share", "", share),
+    ("_s", "", seconds),
+)
+_SHARES = {"gpu_busy", "cpu_busy", "io_wait", "mfu", "pageable_copies", "trace_gpu_busy"}
+# Told with the share itself.
+_OF_THE_SHARE = {"share_low", "share_high", "measured_steps"}
 
 EPOCH_HEADER = ("epoch", "time", "train loss", "val. loss", "val. accuracy", "samples/s")
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 
 from frameworm.records.schema import RunRecord
 from frameworm.report import tables
-from frameworm.report.tables import Figure, PhaseRow
+from frameworm.report.tables import Figure, FindingRow, PhaseRow
 
 _LABEL_WIDTH = 12
 _NARROWEST = 40
+_MOST_FINDINGS = 3
+_MOST_REMEDIES = 3
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|h|min|s|ms|us)\b)")
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -38,6 +40,7 @@ def render_text(record: RunRecord, width: int = 80) -> str:
     lines += _field("memory", tables.memory_text(record), width)
     lines += _field("checkpoints", tables.checkpoint_text(record), width)
     lines += _judgement(record, width)
+    lines += _targets(record, width)
     for note in record.notes:
         lines += _field("note", tables.plain(note), width)
     if record.run_dir is not None:
@@ -84,11 +87,35 @@ def _judgement(record: RunRecord, width: int) -> list[str]:
     if verdict is None:
         return []
     lines = _field("verdict", verdict, width)
-    for row in tables.finding_rows(record):
-        cost = "" if row.share == tables.UNKNOWN else f", costs {row.share}"
-        lines += _field("", f"{row.code} ({row.severity}{cost}) {row.evidence}".rstrip(), width)
-        for remedy in row.remedies:
-            lines += _field("", f"  try: {remedy}", width)
+    rows = tables.finding_rows(record)
+    told = [row for row in rows if row.severity != "info"][:_MOST_FINDINGS]
+    tried: set[str] = set()
+    for finding, row in zip(record.findings, rows):
+        if row not in told:
+            continue
+        lines += _field("", f"{row.code} ({row.severity}{_cost(row)}) {row.evidence}".rstrip(), width)
+        for remedy, text in zip(finding.remedies, row.remedies):
+            what = f"{remedy.knob}: {remedy.value}" if remedy.knob else text
+            if what not in tried and len(tried) < _MOST_REMEDIES:
+                tried.add(what)
+                lines += _field("", f"try: {text}", width)
         if row.expected:
-            lines += _field("", f"  expected speedup {row.expected}", width)
-    return lines
+            lines += _field("", f"expected speedup {row.expected}", width)
+    rest = "; ".join(f"{row.code} ({row.severity}{_cost(row)})" for row in rows if row not in told)
+    return lines + (_field("also", rest, width) if rest else [])
+
+
+def _cost(row: FindingRow) -> str:
+    verb = "takes" if row.code == "compute_bound" else "costs"
+    return "" if row.share == tables.UNKNOWN else f", {verb} {row.share}"
+
+
+def _targets(record: RunRecord, width: int) -> list[str]:
+    rows = tables.target_rows(record)
+    if not rows:
+        return []
+    parts = [
+        f"{row.name} {row.goal} {row.grade}" + ("" if row.value == tables.UNKNOWN else f" ({row.value})")
+        for row in rows
+    ]
+    return _field("targets", ", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts), width)

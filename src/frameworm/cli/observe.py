@@ -1,0 +1,203 @@
+"""`profile` and `diagnose`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+from frameworm.errors import EnvironmentSetupError
+
+if TYPE_CHECKING:
+    from frameworm.observe.attach import Attachment
+    from frameworm.records.schema import RunRecord
+    from frameworm.records.store import RunFolder
+
+CONFIG_STEPS = 60
+INCONCLUSIVE = 3
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    # What follows the script belongs to the script, options included.
+    app.command("profile", context_settings={"allow_interspersed_args": False})(profile)
+    app.command("diagnose")(diagnose)
+
+
+def profile(
+    script: Optional[Path] = typer.Argument(  # noqa: UP045
+        None, metavar="[SCRIPT.py]", help="Training script, run as it is.", show_default=False
+    ),
+    arguments: Optional[list[str]] = typer.Argument(  # noqa: UP045
+        None, metavar="[ARGS]...", help="Arguments of the script.", show_default=False
+    ),
+    config: Optional[Path] = typer.Option(  # noqa: UP045
+        None, "--config", "-c", help="Profile a short run of this config instead of a script."
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change a setting of the config: --set data.num_workers=2"
+    ),
+    out: Optional[Path] = typer.Option(  # noqa: UP045
+        None, help="Run folder; runs/profile-<script>-<time> unless given."
+    ),
+    steps: Optional[int] = typer.Option(  # noqa: UP045
+        None, min=1, help=f"Observe so many steps; a script then goes on unobserved, a config stops ({CONFIG_STEPS})."
+    ),
+    nvtx: bool = typer.Option(False, "--nvtx", help="Name the phases for Nsight Systems, and print the line to run."),
+    trace: bool = typer.Option(False, "--trace", help="Record a few steps with torch.profiler too."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, after the script's own output."),
+) -> None:
+    """See where the time of any training script goes, without changing the script or its results.
+
+    Example: frameworm profile examples/plain_loop.py
+
+    On two processes: torchrun --nproc-per-node 2 -m frameworm profile examples/ddp_example.py
+    """
+    if (script is None) == (config is None):
+        raise EnvironmentSetupError(
+            "give a script or a config, and only one of them: `frameworm profile train.py --its-own-options`, or "
+            "`frameworm profile --config F`"
+        )
+    if config is not None:
+        _profile_config(config, settings, out, steps or CONFIG_STEPS, nvtx, trace, as_json)
+        return
+    assert script is not None
+    if settings:
+        raise EnvironmentSetupError("--set changes a config; give the script's own options after the script")
+    from frameworm.observe.attach import Attachment
+
+    attachment = Attachment(script, out=out, steps=steps, nvtx=nvtx, trace=trace)
+    if nvtx and attachment.process.rank == 0:
+        _print_nsys()
+    # The first registered is the last called: after all that the script has left for its end.
+    atexit.register(_finish, attachment, as_json)
+    sys.exit(attachment.run(script, arguments or []).code)
+
+
+def _print_nsys() -> None:
+    from frameworm.observe.nvtx import nsys_command
+
+    print(f"frameworm: to see the ranges: {nsys_command(['frameworm', *sys.argv[1:]])}", file=sys.stderr)
+
+
+def _finish(attachment: Attachment, as_json: bool) -> None:
+    """Sum up and show; the exit code is the script's, whatever happens here."""
+    try:
+        record = attachment.finish()
+        if record is not None:
+            _show(record, as_json)
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        print(f"frameworm: the summary could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _show(record: RunRecord, as_json: bool) -> None:
+    from frameworm.report.text import render_text
+
+    sys.stdout.flush()
+    text = render_text(record)
+    print(text, end="", file=sys.stderr)
+    if "\nverdict" not in text:
+        print(f"verdict     {record.verdict}", file=sys.stderr)
+    if record.unseen:
+        print(f"unseen      {', '.join(record.unseen)}", file=sys.stderr)
+    sys.stderr.flush()
+    if as_json:
+        print(json.dumps(record.to_dict()), flush=True)
+
+
+def _profile_config(
+    config: Path, settings: list[str], out: Path | None, steps: int, nvtx: bool, trace: bool, as_json: bool
+) -> None:
+    from frameworm.config.load import load_config
+
+    observed = [f"observe.nvtx={str(nvtx).lower()}"] if nvtx else []
+    observed += ["observe.trace=window"] if trace else []
+    loaded = load_config(config, [f"training.max_steps={steps}", *observed, *settings])
+    from frameworm.engine.run import run
+    from frameworm.launch.environment import detect
+    from frameworm.launch.failures import worker_errors
+    from frameworm.launch.process_group import cleanup
+
+    with worker_errors():
+        record = run(loaded, out=out or "auto")
+        if detect().rank == 0:
+            if nvtx:
+                _print_nsys()
+            _show(record, as_json)
+        cleanup()
+
+
+def diagnose(
+    run: Path = typer.Argument(..., help="Run folder, or a trace of torch.profiler (.json, .json.gz)."),
+    as_json: bool = typer.Option(False, "--json", help="Print verdict and findings as JSON."),
+) -> None:
+    """Judge a stored run: what costs most, the evidence, and what to do. Exit code 3: inconclusive.
+
+    Example: frameworm diagnose runs/quickstart-20260101-120000
+    """
+    if run.is_file():
+        _diagnose_trace(run, as_json)
+        return
+    from frameworm.records.store import RunFolder
+
+    folder = RunFolder.open(run)
+    record = _stored_record(folder)
+    _judge(record, folder)
+    if as_json:
+        data = record.to_dict()
+        kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes")
+        print(json.dumps({name: data[name] for name in kept}))
+    else:
+        from frameworm.report.text import render_text
+
+        text = render_text(record)
+        print(text, end="")
+        if "\nverdict" not in text:
+            print(f"verdict     {record.verdict}")
+    if record.verdict == "inconclusive":
+        raise typer.Exit(INCONCLUSIVE)
+
+
+def _stored_record(folder: RunFolder) -> RunRecord:
+    """The summary of a run, or what can be said from the steps of one that was cut short."""
+    from frameworm.observe.attach_record import Surroundings, record_of
+
+    if folder.summary_json.exists():
+        record = folder.read_summary()
+        record.run_dir = str(folder.path)
+        return record
+    around = Surroundings(name=folder.run_name() or folder.path.name, status="interrupted")
+    around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
+    record, _ = record_of(folder, around)
+    if folder.config.exists():
+        record.source = "engine"
+    return record
+
+
+def _judge(record: RunRecord, folder: RunFolder) -> None:
+    from frameworm.config.load import load_config
+    from frameworm.diagnose.rules import apply_judgement, judge
+    from frameworm.errors import FramewormError
+    from frameworm.observe.attach_record import all_steps, stored_trace
+
+    config = None
+    if folder.config.exists():
+        with contextlib.suppress(FramewormError):
+            config = load_config(folder.config)
+    judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
+    apply_judgement(record, judgement)
+
+
+def _diagnose_trace(path: Path, as_json: bool) -> None:
+    from frameworm.observe.trace import read_trace
+    from frameworm.report.trace_text import render_trace
+
+    summary = read_trace(path)
+    print(json.dumps(summary.to_dict()) if as_json else render_trace(summary).rstrip("\n"))

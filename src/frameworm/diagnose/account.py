@@ -1,0 +1,222 @@
+"""Where the time of one rank's steps went, kept in bounded memory as batches of consecutive steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from frameworm.diagnose.estimate import LARGEST, Estimate, known, ratio, trend
+from frameworm.records.schema import StepRecord
+from frameworm.records.statistics import DEFAULT_WARMUP
+
+BIN_LIMIT = 64
+MOST_BATCHES = 20
+FEWEST_BATCHES = 8
+STEPS_PER_BATCH = 5
+SHORTEST_S = 1e-9  # of a step; less is a clock that stood still
+
+# They come once in many steps: among the others they would drown every comparison of batches.
+RARE = ("checkpoint", "validation")
+
+
+class _Bin:
+    """Sums over consecutive steps."""
+
+    __slots__ = ("metrics", "phased_s", "phases", "steps", "training_s", "wait_s", "waited_s")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.training_s = 0.0  # without checkpoints and validation
+        self.phased_s = 0.0  # of the steps that were divided into phases
+        self.phases: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.wait_s = 0.0  # for later ranks
+        self.waited_s = 0.0  # of the steps in which that was known
+
+    def join(self, other: _Bin) -> None:
+        self.steps += other.steps
+        self.training_s += other.training_s
+        self.phased_s += other.phased_s
+        self.wait_s += other.wait_s
+        self.waited_s += other.waited_s
+        for mine, theirs in ((self.phases, other.phases), (self.metrics, other.metrics)):
+            for name, seconds in theirs.items():
+                mine[name] = mine.get(name, 0.0) + seconds
+
+
+class StepAccount:
+    """Sums up the steps of one rank as they come; cheap enough for every step, and as long as the run likes.
+
+    The warm-up is left out as `records.statistics.StepAggregate` leaves it out: `warmup` steps, but never more than
+    half of those there are.
+    """
+
+    def __init__(self, warmup: int = DEFAULT_WARMUP) -> None:
+        self._warmup = warmup
+        self._head: list[StepRecord] | None = []
+        self._sums = _Sums()
+
+    def add(self, step: StepRecord) -> None:
+        """Take one step in."""
+        if self._head is None:
+            self._sums.add(step)
+            return
+        self._head.append(step)
+        if len(self._head) >= 2 * self._warmup:
+            self._sums = self.sums()
+            self._head = None
+
+    def extend(self, steps: Iterable[StepRecord]) -> StepAccount:
+        """Take many steps in."""
+        for step in steps:
+            self.add(step)
+        return self
+
+    def sums(self) -> _Sums:
+        """The sums so far, without the warm-up."""
+        if self._head is None:
+            return self._sums
+        sums = _Sums()
+        for step in self._head[min(self._warmup, len(self._head) // 2) :]:
+            sums.add(step)
+        return sums
+
+
+class _Sums:
+    """The measured steps: totals, and bins that are joined in pairs when there are too many."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.total_s = 0.0
+        self.samples = 0
+        self.tokens: int | None = None
+        self.rare: dict[str, list[float]] = {}  # number, sum and sum of squares of the seconds
+        self._bins: list[_Bin] = []
+        self._current = _Bin()
+        self._stride = 1
+
+    def add(self, step: StepRecord) -> None:
+        step_s = known(step.step_s)
+        if step_s is None or step_s < SHORTEST_S:
+            return
+        phases = step.phases or {}
+        rare_s = 0.0
+        for name in RARE:
+            seconds = phases.get(name)
+            if seconds:
+                rare_s += self._add_rare(name, seconds, step_s - rare_s)
+        self.steps += 1
+        self.total_s += step_s
+        self.samples += int(known(step.samples) or 0)
+        tokens = known(step.tokens)
+        if tokens is not None:
+            self.tokens = (self.tokens or 0) + int(tokens)
+        training_s = max(step_s - rare_s, 0.0)
+        current = self._current
+        current.steps += 1
+        current.training_s += training_s
+        if phases:
+            current.phased_s += training_s
+            _add_up(current.phases, phases)
+        if step.metrics:
+            _add_up(current.metrics, step.metrics)
+        wait_s = known(step.rank_wait_s)
+        if wait_s is not None:
+            current.wait_s += max(wait_s, 0.0)
+            current.waited_s += training_s
+        if current.steps >= self._stride:
+            self._close_bin()
+
+    def _add_rare(self, name: str, seconds: float, most_s: float) -> float:
+        taken_s = min(max(known(seconds) or 0.0, 0.0), most_s)
+        sums = self.rare.setdefault(name, [0.0, 0.0, 0.0])
+        sums[0] += 1
+        sums[1] += taken_s
+        sums[2] += taken_s * taken_s
+        return taken_s
+
+    def _close_bin(self) -> None:
+        self._bins.append(self._current)
+        self._current = _Bin()
+        if len(self._bins) >= BIN_LIMIT:
+            for left, right in zip(self._bins[::2], self._bins[1::2]):
+                left.join(right)
+            self._bins = self._bins[::2]
+            self._stride *= 2
+
+    def batches(self) -> list[_Bin]:
+        """The steps as at most 20 batches, of 5 steps or more where there are enough."""
+        bins = [*self._bins, self._current] if self._current.steps else self._bins
+        count = min(len(bins), max(FEWEST_BATCHES, min(MOST_BATCHES, self.steps // STEPS_PER_BATCH)))
+        batches = []
+        for index in range(count):
+            batch = _Bin()
+            for item in bins[index * len(bins) // count : (index + 1) * len(bins) // count]:
+                batch.join(item)
+            batches.append(batch)
+        return batches
+
+    @property
+    def training_share(self) -> float:
+        """Share of the time that was neither checkpoint nor validation."""
+        rare_s = math.fsum(sums[1] for sums in self.rare.values())
+        return max(1.0 - rare_s / self.total_s, 0.0) if self.total_s > 0 else 0.0
+
+    def step_s(self) -> Estimate | None:
+        """Mean time of a step, less checkpoints and validation."""
+        batches = self.batches()
+        return ratio([item.training_s for item in batches], [float(item.steps) for item in batches])
+
+    def drift(self) -> Estimate | None:
+        """How much slower steps became over the run, relative to their mean."""
+        return trend([item.training_s / item.steps for item in self.batches() if item.steps])
+
+    def phases(self) -> dict[str, Estimate]:
+        """Share of each phase in the time of all steps; empty when no step was divided."""
+        batches = self.batches()
+        wholes = [item.phased_s for item in batches]
+        shares: dict[str, Estimate] = {}
+        for name in dict.fromkeys(name for item in batches for name in item.phases if name not in RARE):
+            found = ratio([item.phases.get(name, 0.0) for item in batches], wholes)
+            if found is not None:
+                shares[name] = found.scaled(self.training_share)
+        for name, (count, total_s, squares) in self.rare.items():
+            shares[name] = self._rare_share(int(count), total_s, squares)
+        return shares
+
+    def _rare_share(self, count: int, total_s: float, squares: float) -> Estimate:
+        """Share of a rare phase; the error comes from how unlike its occurrences are, half of it for one or two."""
+        mean_s = total_s / count
+        variance = max(squares / count - mean_s**2, 0.0) * count / max(count - 1, 1)
+        each_s = max(math.sqrt(variance), mean_s / 2 if count < 3 else 0.0)
+        return Estimate(total_s / self.total_s, each_s * math.sqrt(count) / self.total_s)
+
+    def metrics(self) -> dict[str, Estimate]:
+        """Share of each measure that is counted in seconds within the phases."""
+        batches = self.batches()
+        wholes = [item.training_s for item in batches]
+        shares: dict[str, Estimate] = {}
+        for name in dict.fromkeys(name for item in batches for name in item.metrics if name.endswith("_s")):
+            found = ratio([item.metrics.get(name, 0.0) for item in batches], wholes)
+            if found is not None:
+                shares[name] = found.scaled(self.training_share)
+        return shares
+
+    def counts(self) -> dict[str, float]:
+        """Mean per step of each measure that is not in seconds."""
+        totals: dict[str, float] = {}
+        for item in self.batches():
+            _add_up(totals, {name: value for name, value in item.metrics.items() if not name.endswith("_s")})
+        return {name: total / self.steps for name, total in totals.items()} if self.steps else {}
+
+    def rank_wait(self) -> Estimate | None:
+        """Share of the time this rank waited for later ones."""
+        batches = self.batches()
+        found = ratio([item.wait_s for item in batches], [item.waited_s for item in batches])
+        return None if found is None else found.scaled(self.training_share)
+
+
+def _add_up(totals: dict[str, float], more: dict[str, float]) -> None:
+    for name, seconds in more.items():
+        if seconds is not None and 0 < seconds < LARGEST:
+            totals[name] = totals.get(name, 0.0) + seconds

@@ -1,0 +1,106 @@
+"""Figures with their uncertainty: what a mean over noisy, correlated steps is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST = 1e24  # beyond it is no time, size or count of any training, and its square may not be a number
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure, its standard error, and the degrees of freedom that error was made from (None: many)."""
+
+    value: float
+    error: float
+    freedom: int | None = None
+
+    @property
+    def margin(self) -> float:
+        """Half the width of the 95% interval."""
+        return quantile(self.freedom) * abs(self.error)
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95% interval."""
+        return self.value - self.margin
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95% interval."""
+        return self.value + self.margin
+
+    def scaled(self, factor: float) -> Estimate:
+        """The figure times a number that is known."""
+        return Estimate(self.value * factor, self.error * abs(factor), self.freedom)
+
+    def plus(self, other: Estimate | None) -> Estimate:
+        """The sum of two figures whose errors are taken as independent; None adds nothing."""
+        if other is None:
+            return self
+        return Estimate(self.value + other.value, math.hypot(self.error, other.error), _fewer(self, other))
+
+    def minus(self, other: Estimate | None) -> Estimate:
+        """The difference of two figures; None takes nothing away."""
+        return self if other is None else self.plus(other.scaled(-1.0))
+
+
+def known(value: Any) -> float | None:
+    """A number that can have been measured, or None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if -LARGEST < value < LARGEST else None
+
+
+def clamp(share: float) -> float:
+    """A share within 0 and 1."""
+    return min(max(share, 0.0), 1.0)
+
+
+def quantile(freedom: int | None) -> float:
+    """Student's t at 97.5%, by the Cornish-Fisher expansion: within 1% from three degrees of freedom on."""
+    if freedom is None:
+        return 1.96
+    inverse = 1 / max(freedom, 1)
+    return 1.96 + inverse * (2.372 + inverse * (2.822 + inverse * 2.556))
+
+
+def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate | None:
+    """The share of `parts` in `wholes`, one pair per batch of consecutive steps.
+
+    Steps are correlated, so the error comes from how the batches disagree with the common share, not from single
+    steps. A single batch knows no error, and gives None.
+    """
+    pairs = [(part, whole) for part, whole in zip(parts, wholes) if whole > 0]
+    total = math.fsum(whole for _, whole in pairs)
+    if len(pairs) < 2 or total <= 0:
+        return None
+    share = math.fsum(part for part, _ in pairs) / total
+    squares = math.fsum((part - share * whole) ** 2 for part, whole in pairs)
+    count = len(pairs)
+    return Estimate(share, math.sqrt(squares * count / (count - 1)) / total, count - 1)
+
+
+def trend(values: Sequence[float]) -> Estimate | None:
+    """Change from the first to the last of evenly spaced values by a straight line, relative to their mean."""
+    count = len(values)
+    if count < 4:
+        return None
+    mean = math.fsum(values) / count
+    if mean <= 0:
+        return None
+    middle = (count - 1) / 2
+    spread = math.fsum((index - middle) ** 2 for index in range(count))
+    slope = math.fsum((index - middle) * (value - mean) for index, value in enumerate(values)) / spread
+    rest = math.fsum((value - mean - slope * (index - middle)) ** 2 for index, value in enumerate(values))
+    error = math.sqrt(rest / (count - 2) / spread)
+    length = (count - 1) / mean
+    return Estimate(slope * length, error * length, count - 2)
+
+
+def _fewer(left: Estimate, right: Estimate) -> int | None:
+    known_ones = [item for item in (left.freedom, right.freedom) if item is not None]
+    return min(known_ones, default=None)

@@ -1,0 +1,205 @@
+"""From facts to a verdict: every rule once, the costliest cause first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameworm.diagnose.accounting import Facts, StepsOfRanks, gather
+from frameworm.diagnose.cost import SEVERITIES, SHARES, undecided
+from frameworm.diagnose.estimate import Estimate
+from frameworm.diagnose.rules_device import (
+    compute_bound,
+    host_bound,
+    padding_waste,
+    precision_unused,
+    small_batch,
+)
+from frameworm.diagnose.rules_machine import (
+    cpu_oversubscribed,
+    memory_growth,
+    memory_pressure,
+    memory_underused,
+    throttled,
+)
+from frameworm.diagnose.rules_ranks import communication_bound, negative_scaling, straggler
+from frameworm.diagnose.rules_time import (
+    checkpoint_stall,
+    input_bound,
+    logging_stall,
+    recompilation,
+    sync_stall,
+    transfer_bound,
+)
+from frameworm.records.observations import SystemSummary
+from frameworm.records.schema import ExpectedSpeedup, Finding, RunRecord
+from frameworm.records.trace import TraceSummary
+
+Rule = Callable[[Facts], Finding | None]
+
+# Where two causes cost the same, the one that stands first is the more particular.
+RULES: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        negative_scaling,
+        straggler,
+        communication_bound,
+        sync_stall,
+        small_batch,
+        host_bound,
+        transfer_bound,
+        cpu_oversubscribed,
+        input_bound,
+        checkpoint_stall,
+        logging_stall,
+        recompilation,
+        throttled,
+        precision_unused,
+        padding_waste,
+        memory_growth,
+        memory_pressure,
+        memory_underused,
+        compute_bound,
+    )
+}
+CODES = tuple(RULES)
+
+HEALTHY, INCONCLUSIVE = "healthy", "inconclusive"
+FEWEST_STEPS = 10
+TOO_NOISY = 0.2  # standard error of the mean step
+UNSEEN_SHARE = 0.2  # of the step in no phase
+
+_PHASE_CAUSES = {
+    "data_wait": "waiting for data",
+    "transfer": "copies to the device",
+    "communication_exposed": "communication",
+    "checkpoint": "checkpoints",
+}
+_NEEDED = ("data_wait", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is to be said about a run.
+
+    Attributes:
+        verdict: The code that costs most, `healthy` or `inconclusive`.
+        findings: At most one per code, the costliest first, `info` last.
+        notes: Why the verdict is inconclusive and what to do then, and what else stood out.
+    """
+
+    verdict: str
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(
+    record: RunRecord,
+    *,
+    steps: StepsOfRanks | None = None,
+    system: SystemSummary | None = None,
+    config: Any = None,
+    trace: TraceSummary | None = None,
+    baseline: RunRecord | None = None,
+    measured: Mapping[str, ExpectedSpeedup] | None = None,
+) -> Judgement:
+    """Say what costs a run most, with evidence and remedies.
+
+    Args:
+        record: The run.
+        steps: Its steps: an account of them, the steps of one rank, or those of several by rank. Without them the
+            errors of all figures are guessed from the spread of the steps, on the safe side.
+        system: The machine during the run, where it is not in the record.
+        config: The resolved config, as a `Config` or as data; remedies that are set already are then left out.
+        trace: What a profiler trace of the run says.
+        baseline: A run of the same work on fewer ranks.
+        measured: Speedups by code that experiments have measured; they replace modelled ones.
+    """
+    return judge_facts(
+        gather(record, steps=steps, system=system, config=config, trace=trace, baseline=baseline), measured
+    )
+
+
+def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = None) -> Judgement:
+    """The judgement of gathered facts."""
+    if facts.measured_steps < FEWEST_STEPS:
+        return Judgement(
+            INCONCLUSIVE,
+            notes=[
+                f"inconclusive: {facts.measured_steps} steps were measured after the warm-up, {FEWEST_STEPS} are the "
+                "least to judge by; train longer"
+            ],
+        )
+    found = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
+    for finding in found:
+        if measured is not None and finding.code in measured:
+            finding.expected_speedup = measured[finding.code]
+    found.sort(key=_cost, reverse=True)  # stable: the order of the rules decides between equals
+    notes = _drift_notes(facts)
+    worst = next((finding for finding in found if finding.severity != "info"), None)
+    if worst is not None:
+        return Judgement(worst.code, found, notes)
+    doubts = _doubts(facts)
+    if doubts:
+        return Judgement(INCONCLUSIVE, found, [*(f"inconclusive: {doubt}" for doubt in doubts), *notes])
+    return Judgement(HEALTHY, found, notes)
+
+
+def apply_judgement(record: RunRecord, judgement: Judgement) -> RunRecord:
+    """Write a judgement into the record; one that was there before is replaced."""
+    record.verdict = judgement.verdict
+    record.findings = list(judgement.findings)
+    kept = [note for note in record.notes or [] if not is_judgement_note(note)]
+    record.notes = [*kept, *judgement.notes]
+    return record
+
+
+def is_judgement_note(note: str) -> bool:
+    """Whether a note of a record was written by a judgement."""
+    return note.startswith(("inconclusive: ", "drift: "))
+
+
+def _cost(finding: Finding) -> tuple[int, float]:
+    """By severity, which follows from the cost, or from the risk where a finding has no share; then by share."""
+    return SEVERITIES.index(finding.severity), finding.share or 0.0
+
+
+def _doubts(facts: Facts) -> list[str]:
+    """Why a run without a warning cannot be called healthy."""
+    found = []
+    if not facts.phases:
+        return ["no step was divided into phases, so that nothing can be said about where the time went"]
+    unseen = [name for name in _NEEDED if name in (facts.record.unseen or [])]
+    if facts.world_size > 1 and "communication_exposed" in (facts.record.unseen or []):
+        unseen.append("communication_exposed")
+    if unseen:
+        names = ", ".join(name.replace("_", " ") for name in unseen)
+        found.append(f"{names} could not be seen in this run; a trace (--trace) or the engine shows more")
+    other = facts.phases.get("other")
+    if other is not None and other.low > UNSEEN_SHARE:
+        found.append(
+            f"{other.value:.0%} of the step is in no phase that can be seen; name its parts with PerformanceProfiler, "
+            "or record a trace"
+        )
+    for name, words in _PHASE_CAUSES.items():
+        share = facts.phases.get(name)
+        if share is not None and undecided(share):
+            found.append(f"{words} costs {_range(share)} of the step, which may be nothing; measure more steps")
+    noise = facts.noise
+    if noise is None or noise > TOO_NOISY:
+        size = "by an unknown amount" if noise is None else f"by {noise:.0%}"
+        found.append(f"step times vary too much, the mean is uncertain {size}; measure more steps on a quiet machine")
+    return found
+
+
+def _drift_notes(facts: Facts) -> list[str]:
+    drift = facts.drift
+    if drift is None or min(abs(drift.low), abs(drift.high)) < SHARES["warning"] or drift.low * drift.high < 0:
+        return []
+    word = "slower" if drift.value > 0 else "faster"
+    return [f"drift: steps became {abs(drift.value):.0%} {word} from the beginning to the end of the run"]
+
+
+def _range(share: Estimate) -> str:
+    return f"{max(share.low, 0.0):.0%} to {min(share.high, 1.0):.0%}"

@@ -1,0 +1,214 @@
+"""Rules on what the device computes, and on what it could compute instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from frameworm.diagnose.accounting import Facts
+from frameworm.diagnose.cost import costed
+from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.schema import Finding
+
+MEMORY_UNDERUSED = 0.5
+MOSTLY = 0.5
+# A matrix product is cut into tiles of 64 rows or more: with fewer rows in a micro-batch most of each tile is empty.
+ROWS_OF_A_TILE = 64
+# What half precision takes off a computation in fp32: half the bytes, and matrix units that fp32 leaves unused.
+SAVED_FROM_FP32, SAVED_FROM_TF32 = 0.5, 0.35
+
+_TENSOR_CORES = re.compile(
+    r"\b(V100S?|T4|A\d+|L\d+S?|[HB]\d{3}|GH200|GB\d{3}|TITAN (V|RTX)|(QUADRO )?RTX( PRO)?( A)? ?\d{4})\b"
+)
+_WITHOUT_BF16 = re.compile(r"\b(V100S?|T4|TITAN (V|RTX)|RTX [2T]\d{3}|QUADRO RTX \d{4})\b")
+
+
+def sync_cost(facts: Facts) -> Estimate | None:
+    """Share of the step the GPU idles because the host had waited for it; None on CPU or when unknown."""
+    if facts.on_gpu is not True or facts.idle is None:
+        return None
+    device = facts.trace.device if facts.trace is not None else None
+    if device is not None and device.wall_s > 0:
+        share = device.waits_s.get("synchronisation", 0.0) / device.wall_s
+        return Estimate(share, share * facts.idle.error / facts.idle.value if facts.idle.value > 0 else 0.0)
+    waits = facts.metrics.get("sync_s")
+    return None if waits is None else min(waits, facts.idle, key=lambda item: item.value)
+
+
+def host_cost(facts: Facts) -> Estimate | None:
+    """Share of the step the GPU idles because the host is slow to launch work; None on CPU or when unknown."""
+    if facts.on_gpu is not True or facts.idle is None:
+        return None
+    # A host that has time to wait for the device is not slow: as much idle time as it waited is the wait's fault.
+    return facts.idle.minus(sync_cost(facts))
+
+
+def memory_share(facts: Facts) -> float | None:
+    """Peak memory as a share of what this process may use."""
+    memory = facts.record.memory
+    peak, total = known(memory.peak_bytes), known(memory.total_bytes)
+    if peak is None or not total or total <= 0:
+        return None
+    fraction = known(facts.setting("gpu.memory_fraction")) if facts.on_gpu else None
+    return peak / (total * (fraction or 1.0))
+
+
+def is_small_batch(facts: Facts) -> bool:
+    """Whether the micro-batch leaves most of the device empty although memory for more is there."""
+    used = memory_share(facts)
+    roomy = used is not None and used < MEMORY_UNDERUSED
+    return facts.on_gpu is True and roomy and facts.rows is not None and 0 < facts.rows < ROWS_OF_A_TILE
+
+
+def host_bound(facts: Facts) -> Finding | None:
+    """The GPU waits for the host to launch its work."""
+    share = host_cost(facts)
+    if share is None or is_small_batch(facts):  # the remedy of a small batch is another one
+        return None
+    evidence = _device_evidence(facts) | {"captured_steps": facts.record.captured_steps}
+    if facts.trace is not None and facts.trace.kernels is not None:
+        evidence["kernel_mean_s"] = facts.trace.kernels.mean_s
+        evidence["tiny_kernels"] = facts.trace.kernels.tiny_count
+    options: list[tuple[str, Any, str, str | None]] = []
+    if not facts.record.captured_steps:
+        options.append(
+            (
+                "gpu.capture",
+                "auto",
+                "replay the step as one CUDA graph: no launches are left",
+                'torch.compile(model, mode="reduce-overhead"), which replays CUDA graphs',
+            )
+        )
+    options.append(("gpu.compile_model", True, "compile the model: fewer, larger kernels", None))
+    used, micro = memory_share(facts), known(facts.record.batch.micro)
+    if micro and used is not None and used < MEMORY_UNDERUSED:
+        options.append(("training.micro_batch", int(2 * micro), "more work per launch", "a larger batch per step"))
+    elif micro is None:
+        options.append(("training.micro_batch", None, "", "a larger batch per step, if memory is left"))
+    return costed("host_bound", facts, share, evidence, facts.remedies(*options))
+
+
+def small_batch(facts: Facts) -> Finding | None:
+    """The micro-batch is too small to fill the device, and memory for a larger one is there."""
+    if not is_small_batch(facts):
+        return None
+    compute = facts.compute
+    assert facts.rows is not None
+    empty = 1.0 - facts.rows / ROWS_OF_A_TILE
+    share = compute.scaled(empty) if compute is not None else None
+    idle = host_cost(facts)
+    if idle is not None and idle.value > 0:
+        share = idle if share is None else share.plus(idle)
+    micro = known(facts.record.batch.micro)
+    larger = None if not micro else int(micro * max(2, ROWS_OF_A_TILE // facts.rows))
+    evidence = _device_evidence(facts) | {
+        "rows_per_micro_batch": facts.rows,
+        "micro_batch": micro,
+        "memory_share": memory_share(facts),
+    }
+    remedies = facts.remedies(
+        (
+            "training.micro_batch",
+            larger,
+            f"micro-batches of {larger} samples" if larger else "a larger micro-batch",
+            f"a batch of {larger} samples" if larger else "a larger batch",
+        ),
+        ("gpu.capture", "auto", "replay the step as one CUDA graph", None),
+    )
+    return costed("small_batch", facts, share, evidence, remedies)
+
+
+def compute_bound(facts: Facts) -> Finding | None:
+    """The step is spent computing, as it should be."""
+    compute = facts.compute
+    if compute is None:
+        return None
+    compute = compute.plus(facts.phases.get("optimizer"))
+    if compute.low <= MOSTLY:
+        return None
+    evidence = _device_evidence(facts) | {"mfu": known(facts.record.mfu)}
+    found = costed("compute_bound", facts, compute, evidence, [], most="info")
+    assert found is not None, "more than half of the step stands out"
+    return found
+
+
+def precision_unused(facts: Facts) -> Finding | None:
+    """The model computes in fp32 on a GPU that is much faster in half precision."""
+    compute = facts.compute
+    name = device_name(facts)
+    if facts.on_gpu is not True or compute is None or facts.record.precision != "fp32" or name is None:
+        return None
+    capability = (facts.record.environment or {}).get("compute_capability")
+    version = known(capability) if not isinstance(capability, str) else _version(capability)
+    if not (version >= 7 if version is not None else _TENSOR_CORES.search(name.upper())):
+        return None
+    bf16 = version >= 8 if version is not None else not _WITHOUT_BF16.search(name.upper())
+    word = "bf16" if bf16 else "fp16"
+    tf32 = facts.setting("gpu.tf32")
+    saved = SAVED_FROM_FP32 if tf32 is False else SAVED_FROM_TF32
+    evidence = _device_evidence(facts) | {"precision": facts.record.precision, "device": name, "tf32": tf32}
+    remedies = facts.remedies(
+        (
+            "gpu.mixed_precision",
+            word,
+            f"compute in {word}, keep weights in fp32",
+            f'with torch.autocast("cuda", torch.{"bfloat16" if bf16 else "float16"}): around the forward pass'
+            + ("" if bf16 else ", with a GradScaler"),
+        ),
+        ("gpu.tf32", True, "TensorFloat-32 for matrix products", 'torch.set_float32_matmul_precision("high")'),
+    )
+    # Whether the GPU computes or waits in these phases, nobody watched: then it may be the host that is slow.
+    most = "info" if facts.idle is None else "critical"
+    return costed("precision_unused", facts, compute.scaled(saved), evidence, remedies, most=most)
+
+
+def padding_waste(facts: Facts) -> Finding | None:
+    """The device computes padding."""
+    waste, compute = known(facts.record.padding_waste), facts.compute
+    if waste is None or compute is None or not 0 < waste <= 1:
+        return None
+    batching = facts.setting("data.batching")
+    # On a CPU attention over packed texts pads them again: measured on the quickstart it gains nothing there.
+    packable = facts.on_gpu is True and facts.setting("workload") == "text_classifier"
+    options: list[tuple[str, Any, str, str | None]] = []
+    if packable:
+        options.append(("data.batching", "packed", "put texts end to end, without padding", None))
+    if batching in (None, "padded"):
+        like = "let texts of like length share a batch"
+        options.append(
+            ("data.batching", "bucketed", like, "group samples of like length into batches (sort in chunks)")
+        )
+    options.append(
+        ("data.pad_to", "longest", "pad to the longest text of the batch only", "pad to the longest of each batch")
+    )
+    evidence = {"padding_share": waste, "compute_share": clamp(compute.value), "batching": batching}
+    return costed("padding_waste", facts, compute.scaled(waste), evidence, facts.remedies(*options))
+
+
+def device_name(facts: Facts) -> str | None:
+    """The device as CUDA names it."""
+    name = (facts.record.environment or {}).get("device") or facts.record.device
+    return name if isinstance(name, str) else None
+
+
+def _device_evidence(facts: Facts) -> dict[str, Any]:
+    evidence: dict[str, Any] = {
+        f"{name}_share": clamp(facts.phases[name].value)
+        for name in ("forward", "backward", "optimizer")
+        if name in facts.phases
+    }
+    if facts.gpu_busy is not None:
+        evidence["gpu_busy"] = facts.gpu_busy.value
+    device = facts.trace.device if facts.trace is not None else None
+    if device is not None and device.wall_s > 0:
+        evidence["trace_gpu_busy"] = device.busy_s / device.wall_s
+    if facts.idle is not None:
+        evidence["gpu_idle_share"] = clamp(facts.idle.value)
+    return evidence
+
+
+def _version(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,213 @@
+"""Rules on the machine: memory, cores and clocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frameworm.diagnose.accounting import Facts, mean_of
+from frameworm.diagnose.cost import costed
+from frameworm.diagnose.estimate import Estimate, known
+from frameworm.diagnose.rules_device import MEMORY_UNDERUSED, is_small_batch, memory_share
+from frameworm.records.schema import Finding, Remedy, Statistics
+
+PRESSURE_WARNING, PRESSURE_CRITICAL = 0.93, 0.98
+BUSY_ENOUGH = 0.85
+ALL_BUSY = 0.9
+# Growth that allocators and caches show in a healthy run stays below.
+LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
+# In its first minute a process grows by itself: caches, workers, lazily loaded code. Only a flood counts then.
+SETTLED_S, LEAST_FLOOD = 60.0, 0.5
+SOON_S = 3600.0
+CROWDED = 1.5  # threads that want to compute per core
+WORKERS_CROWD = 2.0  # loader processes per core: they rest while their batches wait
+OWN_SHARE = 0.4  # of the cores, so that it is not only somebody else who keeps them busy
+
+
+def memory_pressure(facts: Facts) -> Finding | None:
+    """Memory is nearly full: the next longer batch may not fit, and the allocator has to tidy up."""
+    used = memory_share(facts)
+    limit = (known(facts.setting("memory.max_memory_percent")) or 85.0) / 100
+    if used is None or used <= limit:
+        return None
+    severity = "critical" if used > PRESSURE_CRITICAL else "warning" if used > PRESSURE_WARNING else "info"
+    memory = facts.record.memory
+    micro = known(facts.record.batch.micro)
+    half = int(micro // 2) if micro and micro >= 2 else None
+    options: list[tuple[str, Any, str, str | None]] = [
+        (
+            "memory.activation_checkpointing",
+            "selective",
+            "recompute cheap layers in backward instead of keeping them",
+            "torch.utils.checkpoint around the repeated layers",
+        )
+    ]
+    if half:
+        accumulate = "accumulate twice as often: the same step in half the activations"
+        options.append(("training.micro_batch", half, accumulate, accumulate))
+    return _without_cost(
+        "memory_pressure",
+        severity,
+        {
+            "memory_share": min(used, 1.0),
+            "peak_bytes": memory.peak_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "total_bytes": memory.total_bytes,
+        },
+        facts.remedies(*options),
+    )
+
+
+def memory_underused(facts: Facts) -> Finding | None:
+    """Most of the GPU's memory is unused while the GPU itself is not busy: a larger batch would fill both."""
+    used = memory_share(facts)
+    if facts.on_gpu is not True or used is None or used >= MEMORY_UNDERUSED:
+        return None
+    if facts.gpu_busy is None or facts.gpu_busy.value >= BUSY_ENOUGH or is_small_batch(facts):
+        return None
+    micro = known(facts.record.batch.micro)
+    wanted = int(2 * micro) if micro else None
+    remedies = facts.remedies(
+        ("training.micro_batch", wanted, "larger micro-batches, with lr to match", "a larger batch, with lr to match")
+    )
+    evidence = {"memory_share": used, "gpu_busy": facts.gpu_busy.value, "micro_batch": micro}
+    return _without_cost("memory_underused", "info", evidence, remedies)
+
+
+def memory_growth(facts: Facts) -> Finding | None:
+    """Memory grows from step to step: something is kept that should not be."""
+    system = facts.system
+    if system is None:
+        return None
+    gpu_total = known(system.gpu_memory_total_bytes) or known(facts.record.memory.total_bytes)
+    host_total = facts.fact("memory_bytes")
+    for where, spread, slope, total in (
+        ("gpu", system.gpu_memory_bytes, known(system.gpu_memory_growth_bytes_per_s), gpu_total),
+        ("host", system.rss_bytes, known(system.rss_growth_bytes_per_s), host_total),
+    ):
+        watched_s = (known(system.interval_s) or 0.0) * (known(system.samples) or 0.0)
+        if spread is None or slope is None or slope <= 0 or watched_s <= 0:
+            continue
+        grown = slope * watched_s
+        peak, middle = known(spread.max), known(spread.p50)
+        if peak is None or middle is None or middle <= 0:
+            continue
+        # A steady climb is as far above its middle at the end as half of it; a jump at the start is not.
+        steady = peak - middle >= 0.35 * grown
+        least = LEAST_GROWTH if watched_s >= SETTLED_S else LEAST_FLOOD
+        if not steady or grown < max(least * middle, LEAST_GROWTH_BYTES):
+            continue
+        full_s = max(total - peak, 0.0) / slope if total else None
+        return _growth_finding(facts, where, slope, grown, spread, full_s)
+    return None
+
+
+def _growth_finding(
+    facts: Facts, where: str, slope: float, grown: float, spread: Statistics, full_s: float | None
+) -> Finding:
+    step_s = facts.step_s.value if facts.step_s is not None else None
+    evidence = {
+        "memory": where,
+        "growth_bytes_per_s": slope,
+        "growth_bytes_per_step": slope * step_s if step_s else None,
+        "grown_bytes": grown,
+        "peak_bytes": spread.max,
+        "full_in_s": full_s,
+    }
+    text = (
+        "look for lists that keep tensors: losses or outputs with their graph (append loss.detach() or a number), "
+        "caches in the data set, callbacks that store steps"
+    )
+    severity = "critical" if full_s is not None and full_s < SOON_S else "warning"
+    return _without_cost("memory_growth", severity, evidence, facts.remedies(("", None, text, text)))
+
+
+def demand(facts: Facts) -> float | None:
+    """Threads that want to compute at once per core, by what was set; None when nobody knows."""
+    cores = facts.fact("cpus_usable")
+    threads = facts.fact("torch_threads")
+    if cores is None or cores < 1 or threads is None:
+        return None
+    computing = threads if facts.on_gpu is False else 1.0  # beside a GPU the host only launches
+    return facts.local_processes * computing / cores
+
+
+def crowded_by_workers(facts: Facts) -> bool:
+    """Whether loader processes alone outnumber the cores, and the cores have nothing left to give."""
+    cores, workers = facts.cores, facts.workers
+    return cores is not None and workers is not None and workers > WORKERS_CROWD * cores and all_busy(facts) is not None
+
+
+def cpu_oversubscribed(facts: Facts) -> Finding | None:
+    """More threads want to compute than there are cores, and all cores are busy."""
+    wanted, busy = demand(facts), all_busy(facts)
+    workers_crowd = crowded_by_workers(facts)
+    if busy is None or not (workers_crowd or (wanted is not None and wanted > CROWDED)):
+        return None
+    cores = facts.cores
+    assert cores is not None, "without cores there is no demand"
+    system = facts.system
+    evidence = {
+        "cores": facts.fact("cpus_usable"),
+        "processes": facts.local_processes,
+        "torch_threads": facts.fact("torch_threads"),
+        "num_workers": facts.workers,
+        "threads_per_core": wanted,
+        "threads_max": system.threads_max if system is not None else None,
+        "cpu_busy": busy,
+    }
+    fitting = max(1, int(cores))
+    threads = f"OMP_NUM_THREADS={fitting}: as many threads per process as it has cores"
+    options: list[tuple[str, Any, str, str | None]] = []
+    workers = facts.workers or 0
+    if workers >= cores:
+        fewer = max(int(cores) - 1, 0)
+        options.append(("data.num_workers", fewer, "fewer loader processes", f"DataLoader(..., num_workers={fewer})"))
+    if (facts.fact("torch_threads") or 0) > cores:
+        options.append(("", None, threads, threads))
+    remedies = facts.remedies(*options)
+    waiting = facts.phases.get("data_wait")
+    if workers_crowd and waiting is not None:
+        found = costed("cpu_oversubscribed", facts, waiting, evidence, remedies)
+        if found is not None and found.severity != "info":
+            return found
+    return _without_cost("cpu_oversubscribed", "warning", evidence, remedies)
+
+
+def all_busy(facts: Facts, own_share: float = OWN_SHARE) -> float | None:
+    """How busy the cores are, if they are all busy, and not with somebody else's work."""
+    system = facts.system
+    if system is None:
+        return None
+    busy, own, cores = mean_of(system, system.cpu_busy), mean_of(system, system.cpu_process), facts.cores
+    if own is not None and cores is not None and own.value < own_share * cores:
+        return None
+    return busy.value if busy is not None and busy.value > ALL_BUSY else None
+
+
+def throttled(facts: Facts) -> Finding | None:
+    """The GPU runs below its clock because of heat or power."""
+    system = facts.system
+    throttled_share = known(system.throttled_share) if system is not None else None
+    if system is None or facts.on_gpu is not True or not throttled_share or throttled_share <= 0:
+        return None
+    clock = mean_of(system, system.gpu_clock_share)
+    reasons = [str(reason) for reason in system.throttle_reasons or []]
+    evidence = {
+        "throttled_share": throttled_share,
+        "clock_share": clock.value if clock is not None else None,
+        "reasons": reasons or None,
+    }
+    text = "check cooling and power limit (nvidia-smi -q -d PERFORMANCE,POWER); no setting of the training helps"
+    remedies = facts.remedies(("", None, text, text))
+    # A power limit under full load is how such cards are run; heat and slowdowns by the hardware are faults.
+    most = "info" if reasons and all("power" in reason.lower() for reason in reasons) else "critical"
+    if clock is None:
+        severe = throttled_share > 0.5 and most != "info"
+        return _without_cost("throttled", "warning" if severe else "info", evidence, remedies)
+    lost = Estimate(max(1.0 - clock.value, 0.0) * throttled_share, clock.error * throttled_share, clock.freedom)
+    return costed("throttled", facts, lost, evidence, remedies, most=most)
+
+
+def _without_cost(code: str, severity: str, evidence: dict[str, Any], remedies: list[Remedy]) -> Finding:
+    """A finding about a risk: what it costs is not known, and not made up."""
+    return Finding(code, severity, None, {name: item for name, item in evidence.items() if item is not None}, remedies)

@@ -1,0 +1,188 @@
+"""Rules on several ranks: what they send, whom they wait for, and whether more of them help."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from frameworm.diagnose.accounting import CORRELATION, Facts
+from frameworm.diagnose.cost import costed
+from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.observations import RankSummary
+from frameworm.records.schema import Finding, RunRecord
+
+BUCKETS_TO_OVERLAP = 4
+SMALLEST_BUCKET_MB = 1.0
+BEFORE_BACKWARD = ("data_wait", "transfer", "forward")
+
+
+def communication_bound(facts: Facts) -> Finding | None:
+    """Gradients are on their way longer than backward can hide."""
+    exposed = facts.phases.get("communication_exposed")
+    if exposed is None or facts.world_size < 2:
+        return None
+    share = exposed.minus(_own_wait(facts))
+    communication = facts.record.communication
+    total_s, sent = known(communication.total_s), known(communication.bytes_per_step)
+    exposed_s = known(communication.exposed_s)
+    evidence = {
+        "exposed_s": facts.seconds(share),
+        "total_s": total_s,
+        "hidden_share": clamp(1 - exposed_s / total_s) if total_s and exposed_s is not None else None,
+        "sent_bytes_per_step": communication.bytes_per_step,
+        "sent_bytes_per_s": sent / total_s if sent and total_s else None,
+        "buckets": len(communication.buckets or []) or None,
+        "world_size": facts.world_size,
+    }
+    options: list[tuple[str, Any, str, str | None]] = [
+        (
+            "parallel.compression",
+            "bf16",
+            "half the bytes on the wire",
+            "ddp_model.register_comm_hook(None, bf16_compress_hook), from torch.distributed.algorithms.ddp_comm_hooks",
+        )
+    ]
+    whole = known(facts.record.batch.global_)
+    if whole:
+        options.append(
+            (
+                "training.global_batch",
+                int(2 * whole),
+                "twice the work per synchronisation, with lr to match",
+                "accumulate over two batches, with no_sync() in all but the last",
+            )
+        )
+    if sent and 0 < len(communication.buckets or []) < BUCKETS_TO_OVERLAP:
+        size = max(round(sent / 2**20 / (2 * BUCKETS_TO_OVERLAP), 1), SMALLEST_BUCKET_MB)
+        if size * 2**20 < sent:
+            smaller = "smaller buckets, so that sending begins earlier in backward"
+            options.append(
+                ("parallel.bucket_cap_mb", size, smaller, f"DistributedDataParallel(..., bucket_cap_mb={size})")
+            )
+    return costed("communication_bound", facts, share, evidence, facts.remedies(*options))
+
+
+def straggler(facts: Facts) -> Finding | None:
+    """The other ranks wait for one that comes later."""
+    if facts.world_size < 2:
+        return None
+    slowest = facts.record.communication.slowest_rank
+    share = _cost_of_waiting(facts, slowest)
+    if share is None:
+        share, slowest = _late_before_backward(facts)
+    late = next((rank for rank in facts.ranks if rank.rank == slowest), None) if slowest is not None else None
+    evidence: dict[str, Any] = {
+        "slowest_rank": slowest if slowest is not None else "changes",
+        "host": late.host if late is not None else None,
+        "rank_wait_s": facts.seconds(share),
+        **_where_it_is_late(facts, late),
+    }
+    text = "look at that rank's machine: other work on it, its clocks, its disk, its share of the data"
+    # Ranks that wait for each other in turn are the jitter of machines; there is nobody to name.
+    most = "info" if slowest is None else "critical"
+    return costed("straggler", facts, share, evidence, facts.remedies(("", None, text, text)), most=most)
+
+
+def negative_scaling(facts: Facts) -> Finding | None:
+    """More ranks train slower than fewer did."""
+    baseline = facts.baseline
+    if baseline is None or facts.world_size <= int(known(baseline.batch.world_size) or 1):
+        return None
+    now, before = _speed(facts.record), _speed(baseline)
+    if now is None or before is None or before.value <= 0:
+        return None
+    speedup = now.value / before.value
+    error = speedup * math.hypot(now.error / now.value, before.error / before.value) if now.value > 0 else 0.0
+    evidence = {
+        "speedup": speedup,
+        "samples_per_s": now.value,
+        "baseline_samples_per_s": before.value,
+        "world_size": facts.world_size,
+        "baseline_world_size": baseline.batch.world_size,
+        "communication_exposed_share": _value(facts.phases.get("communication_exposed")),
+        "micro_batch": facts.record.batch.micro,
+    }
+    whole = known(facts.record.batch.global_)
+    options: list[tuple[str, Any, str, str | None]] = []
+    if whole:
+        grown = int(whole * facts.world_size)
+        options.append(("training.global_batch", grown, "a batch that grows with the ranks, with lr to match", None))
+    fewer = f"train on fewer ranks ({baseline.batch.world_size}): that was faster"
+    options.append(("", None, fewer, fewer))
+    return costed("negative_scaling", facts, Estimate(1 - speedup, error), evidence, facts.remedies(*options))
+
+
+def _own_wait(facts: Facts) -> Estimate | None:
+    """Share of the step the measured rank waited for later ones."""
+    if facts.rank_waits:
+        return facts.rank_waits[min(facts.rank_waits)]
+    return _as_share(facts, facts.record.communication.rank_wait_s)
+
+
+def _cost_of_waiting(facts: Facts, slowest: int | None) -> Estimate | None:
+    """What the ranks that are not the slowest wait, the median of them."""
+    waits = {rank: wait for rank, wait in facts.rank_waits.items() if rank != slowest}
+    for rank in facts.ranks:
+        wait = _as_share(facts, rank.rank_wait_s)
+        if rank.rank != slowest and rank.rank not in waits and wait is not None:
+            waits[rank.rank] = wait
+    if not waits and slowest != 0:
+        return _as_share(facts, facts.record.communication.rank_wait_s)
+    ordered = sorted(waits.values(), key=lambda item: item.value)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _late_before_backward(facts: Facts) -> tuple[Estimate | None, int | None]:
+    """Where no wait was seen: ranks wait for each other in backward, so one that is late before it is waited for."""
+    arrival: dict[int, float] = {}
+    for rank in facts.ranks:
+        seconds = [known((rank.phases or {}).get(name)) for name in BEFORE_BACKWARD]
+        if known((rank.phases or {}).get("forward")) is not None:
+            arrival[rank.rank] = sum(item for item in seconds if item is not None)
+    if len(arrival) < 2:
+        return None, None
+    slowest = max(arrival, key=lambda rank: arrival[rank])
+    others = [seconds for rank, seconds in arrival.items() if rank != slowest]
+    return _as_share(facts, arrival[slowest] - statistics.median(others)), slowest
+
+
+def _as_share(facts: Facts, seconds: float | None) -> Estimate | None:
+    """A mean time per step as a share of it, with the error that the noise of the steps allows."""
+    value, step = known(seconds), facts.step_s
+    if value is None or step is None or step.value <= 0:
+        return None
+    share = clamp(value / step.value)
+    return Estimate(share, max(share, 1 - share) * step.error / step.value, step.freedom)
+
+
+def _where_it_is_late(facts: Facts, late: RankSummary | None) -> dict[str, Any]:
+    """The phase in which the slowest rank loses most against the median of the others."""
+    if late is None:
+        return {}
+    extra: dict[str, float] = {}
+    for name, seconds in (late.phases or {}).items():
+        others = [known((rank.phases or {}).get(name)) for rank in facts.ranks if rank is not late]
+        usual = [item for item in others if item is not None]
+        mine = known(seconds)
+        if usual and mine is not None and name != "communication_exposed":
+            extra[name] = mine - statistics.median(usual)
+    if not extra:
+        return {}
+    worst = max(extra, key=lambda name: extra[name])
+    return {"late_phase": worst, "late_by_s": extra[worst]} if extra[worst] > 0 else {}
+
+
+def _speed(record: RunRecord) -> Estimate | None:
+    value = known(record.throughput.samples_per_s)
+    spread, steps = record.throughput.step_s, known(record.steps)
+    if value is None or spread is None or not steps:
+        return None
+    mean, std = known(spread.mean), known(spread.std)
+    if not mean or std is None:
+        return None
+    return Estimate(value, value * CORRELATION * std / (mean * math.sqrt(steps)))
+
+
+def _value(share: Estimate | None) -> float | None:
+    return None if share is None else clamp(share.value)

@@ -1,0 +1,325 @@
+"""The places in torch where a training loop, whoever wrote it, must come past.
+
+Each wrapper calls what it wraps with the arguments it was given and returns what that returned. While torch.compile
+traces, wrappers are transparent: they are inlined to the plain call and leave no trace in the graph.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.optim
+import torch.utils.data.dataloader as dataloader
+from torch.compiler import is_dynamo_compiling
+
+from frameworm.observe.attach_steps import COMMUNICATION
+from frameworm.observe.attach_watch import Watch
+from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
+
+_Function = Callable[..., Any]
+
+# Blocking calls of scripts and frameworks; those that DDP makes from C++ are measured by DDP itself.
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+)
+_MISSING = object()
+_OURS = "_frameworm_watches"
+
+
+class Patches:
+    """Attributes that were replaced, to be put back."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
+        """Replace an attribute by a wrapper around it; one that does not exist is left alone."""
+        found = getattr(owner, name, None)
+        if found is None:
+            return
+        wrapper = keep_compiler_out(wrap(found))
+        own = vars(owner).get(name, _MISSING) if isinstance(owner, type) else found
+        self._before.append((owner, name, own))
+        setattr(owner, name, wrapper)
+
+    def remove(self) -> None:
+        """Put everything back as it was."""
+        while self._before:
+            owner, name, found = self._before.pop()
+            if found is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, found)
+
+
+def keep_compiler_out(function: _Function, *, also_of_calls: bool = False) -> _Function:
+    """Let torch.compile run a function's frame as it is instead of compiling it.
+
+    All calls of all models come through the same wrapper: compiled, it would be compiled anew for each of them. What a
+    wrapper calls may be the script's own work, which is to be compiled.
+
+    Args:
+        also_of_calls: The same for everything the function calls.
+    """
+    # torch's own way to say so would import all of the compiler.
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame as tracer
+
+        action = tracer._FrameAction
+        strategy = tracer._FrameExecStrategy(action.SKIP, action.SKIP if also_of_calls else action.DEFAULT)
+        tracer.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def install(watch: Watch) -> Patches:
+    """Make torch report to the watch.
+
+    Returns:
+        What to call `remove` on to put all back.
+    """
+    for method in vars(Watch).values():
+        if isinstance(method, types.FunctionType):
+            keep_compiler_out(method, also_of_calls=True)
+    keep_compiler_out(_ask_replicas, also_of_calls=True)
+    patches = Patches()
+    try:
+        _loaders(patches, watch)
+        _models(patches, watch)
+        _optimizers(patches, watch)
+        _collectives(patches, watch)
+        patches.set(torch, "save", functools.partial(_phase, watch, CHECKPOINT))
+        patches.set(builtins, "print", functools.partial(_logging, watch))
+        patches.set(logging.Logger, "handle", functools.partial(_logging, watch))
+        if torch.version.cuda is not None or torch.version.hip is not None:
+            from frameworm.observe.attach_device_hooks import install_device_hooks
+
+            install_device_hooks(patches, watch)
+    except BaseException:
+        patches.remove()
+        raise
+    return patches
+
+
+def _phase(watch: Watch, phase: str, original: _Function) -> _Function:
+    """A call that is a phase of its own."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or not watch.enter(phase):
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            watch.leave()
+
+    return call
+
+
+def _logging(watch: Watch, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return original(*args, **kwargs)
+        begin_s = perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            watch.spent("logging_s", perf_counter() - begin_s)
+
+    return call
+
+
+def _loaders(patches: Patches, watch: Watch) -> None:
+    def iterate(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def begin_pass(self: Any) -> Any:
+            if not watch.enter(DATA_WAIT):
+                return original(self)
+            try:
+                iterator = original(self)
+            finally:
+                watch.leave()
+            watch.passes_over(self, iterator)
+            return iterator
+
+        return begin_pass
+
+    def advance(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def fetch(self: Any) -> Any:
+            if not watch.enter(DATA_WAIT):
+                return original(self)
+            try:
+                batch = original(self)
+            finally:
+                watch.leave()
+            watch.fetched(self, batch)
+            return batch
+
+        return fetch
+
+    patches.set(dataloader.DataLoader, "__iter__", iterate)
+    patches.set(dataloader._BaseDataLoaderIter, "__next__", advance)
+
+
+def _models(patches: Patches, watch: Watch) -> None:
+    replicas: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def call_module(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return original(self, *args, **kwargs)
+            if watch.busy:
+                if watch.curious:
+                    watch.look()
+                return original(self, *args, **kwargs)
+            if not watch.enter_module(self, args, kwargs):
+                return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                watch.leave()
+                if replicas:
+                    _ask_replicas(replicas, watch)
+
+        return call
+
+    def make_replica(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if watch.active:
+                replicas.add(self)
+                _ask_often(self, watch)
+
+        return initialise
+
+    patches.set(torch.nn.Module, "__call__", call_module)
+    patches.set(torch.autograd, "backward", functools.partial(_phase, watch, BACKWARD))
+    patches.set(torch.autograd, "grad", functools.partial(_phase, watch, BACKWARD))
+    patches.set(torch.nn.parallel.DistributedDataParallel, "__init__", make_replica)
+
+
+def _ask_often(replica: Any, watch: Watch) -> None:
+    """Let DDP time every step instead of one in a hundred, where that costs no wait for a device."""
+    try:
+        from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+        on_cpu = all(item.device.type == "cpu" for item in replica.parameters())
+        # Otherwise DDP would print each of them.
+        quiet = get_debug_level() == DebugLevel.OFF
+        if on_cpu and quiet:
+            replica._set_ddp_runtime_logging_sample_rate(1)
+        watch.facts["strategy"] = "ddp"
+        watch.facts["gradient_bytes"] = sum(
+            item.numel() * item.element_size() for item in replica.parameters() if item.requires_grad
+        )
+    except Exception as error:
+        watch.notes.append(f"DDP's own times are not at hand: {type(error).__name__}: {error}")
+
+
+def _ask_replicas(replicas: weakref.WeakSet[Any], watch: Watch) -> None:
+    """DDP has just put down the times of its last reduced backward pass, if it took any."""
+    if not watch.active:
+        return
+    try:
+        for replica in list(replicas):
+            data = replica.logger._get_ddp_logging_data().ints_map
+            iteration = data.get("iteration")
+            if iteration is None or iteration == watch.facts.get("ddp_iteration"):
+                continue
+            watch.facts["ddp_iteration"] = iteration
+            end, computed = data.get("backward_comm_time_end", 0), data.get("backward_compute_time_end", 0)
+            total = data.get("backward_comm_time", 0)
+            if end > 0 and computed > 0:
+                watch.communicated(total * 1e-9, max(0, end - computed) * 1e-9)
+            elif total > 0:
+                overlap = data.get("backward_compute_comm_overlap_time", 0)
+                watch.communicated(total * 1e-9, max(0, total - overlap) * 1e-9)
+    except Exception as error:
+        replicas.clear()
+        watch.notes.append(f"DDP's own times are not at hand: {type(error).__name__}: {error}")
+
+
+def _optimizers(patches: Patches, watch: Watch) -> None:
+    def begin(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            _watch_class(patches, watch, type(self))
+
+        return initialise
+
+    patches.set(torch.optim.Optimizer, "__init__", begin)
+    patches.set(torch.optim.Optimizer, "zero_grad", functools.partial(_phase, watch, OPTIMIZER))
+    clip = functools.partial(_phase, watch, OPTIMIZER)
+    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            patches.set(owner, name, clip)
+    scaler = torch.amp.GradScaler
+    patches.set(scaler, "unscale_", functools.partial(_phase, watch, OPTIMIZER))
+    patches.set(scaler, "update", functools.partial(_phase, watch, OPTIMIZER))
+    # A scaler may leave the optimizer's step out: it was a step all the same.
+    patches.set(scaler, "step", functools.partial(_update, watch, 1))
+
+
+def _watch_class(patches: Patches, watch: Watch, kind: type) -> None:
+    """Watch the step of one class of optimizers, around the wrapper that torch puts around it."""
+    found = getattr(kind, "step", None)
+    if found is None or getattr(found, _OURS, None) is watch:
+        return
+    wrapper: Any = _update(watch, 0, found)
+    setattr(wrapper, _OURS, watch)
+    inner = getattr(found, "__wrapped__", None)
+    if inner is not None:
+        # torch takes its own wrapper off when a step is compiled, by following this attribute.
+        wrapper.__wrapped__ = keep_compiler_out(_update(watch, 0, inner))
+        setattr(wrapper.__wrapped__, _OURS, watch)
+    patches.set(kind, "step", lambda _: wrapper)
+
+
+def _update(watch: Watch, position: int, original: _Function) -> _Function:
+    """A call that steps an optimizer, which is argument number `position` after the object itself."""
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or not watch.enter(OPTIMIZER, starts=True):
+            return original(*args, **kwargs)
+        try:
+            watch.optimizer_begins()
+            result = original(*args, **kwargs)
+        finally:
+            watch.leave()
+        watch.optimizer_stepped(args[position] if len(args) > position else kwargs.get("optimizer"))
+        return result
+
+    return step
+
+
+def _collectives(patches: Patches, watch: Watch) -> None:
+    if not torch.distributed.is_available():
+        return
+    wrap = functools.partial(_phase, watch, COMMUNICATION)
+    for owner in (torch.distributed, torch.distributed.distributed_c10d):
+        for name in COLLECTIVES:
+            patches.set(owner, name, wrap)

@@ -1,0 +1,191 @@
+"""From the step files of an attached run to its record; needs no torch, so that any stored run can be read again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from frameworm.errors import RunFolderError
+from frameworm.records.observations import RankSummary, SystemSummary
+from frameworm.records.schema import Batch, CheckpointStatistics, Communication, Memory, RunRecord, StepRecord
+from frameworm.records.series import SeriesPoint
+from frameworm.records.statistics import StepAggregate
+from frameworm.records.store import RunFolder
+from frameworm.records.trace import TraceSummary
+from frameworm.records.writer import StepReader
+
+EXPOSED = "communication_exposed"
+# Every training step has these; one that never shows up was there and could not be seen.
+EXPECTED = ("data_wait", "forward", "backward", "optimizer")
+
+
+@dataclass
+class Surroundings:
+    """What is known about an attached run beside its steps."""
+
+    name: str
+    status: str
+    world_size: int = 1
+    started: str | None = None
+    wall_s: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
+    system: SystemSummary | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class _Rank:
+    """Sums over the steps of one rank."""
+
+    def __init__(self) -> None:
+        self.aggregate = StepAggregate()
+        self.fetched: list[float] = []
+        self.accumulated: list[float] = []
+        self.samples = 0
+        self.checkpoints = 0
+        self.checkpoint_s = 0.0
+        self._communication = [0.0, 0.0]  # steps in which it was known, and seconds
+
+    def add(self, step: StepRecord) -> None:
+        self.aggregate.add(step)
+        self.samples += step.samples
+        metrics = step.metrics
+        fetches = metrics.get("fetches", 0.0)
+        if fetches:
+            self.fetched.append(step.samples / fetches)
+            self.accumulated.append(fetches)
+        else:
+            updates = max(1.0, metrics.get("optimizer_steps", 1.0))
+            accumulated = max(1.0, metrics.get("backwards", 1.0) / updates)
+            self.fetched.append(step.samples / accumulated)
+            self.accumulated.append(accumulated)
+        self.checkpoints += int(metrics.get("checkpoints", 0))
+        self.checkpoint_s += step.phases.get("checkpoint", 0.0)
+        if step.communication_s is not None:
+            self._communication[0] += 1
+            self._communication[1] += step.communication_s
+
+    @property
+    def communication_s(self) -> float | None:
+        known, seconds = self._communication
+        return seconds / known if known else None
+
+    def summary(self, rank: int) -> RankSummary:
+        spread = self.aggregate.throughput().step_s
+        phases = {name: phase.mean_s for name, phase in self.aggregate.phases().items()}
+        return RankSummary(
+            rank=rank,
+            step_s=None if spread is None else spread.mean,
+            phases=phases,
+            communication_s=self.communication_s,
+        )
+
+
+def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[SeriesPoint]]:
+    """The record of an attached run and its curve, from what its ranks have written."""
+    ranks: dict[int, _Rank] = {}
+    for number, path in folder.step_files().items():
+        rank = _Rank()
+        with contextlib.suppress(RunFolderError):
+            for step in StepReader(path):
+                rank.add(step)
+        if rank.aggregate.steps:
+            ranks[number] = rank
+    facts = around.facts
+    first = ranks[min(ranks)] if ranks else _Rank()
+    world_size = max(around.world_size, len(ranks))
+    record = RunRecord(
+        name=around.name,
+        status=around.status,
+        environment=around.environment,
+        batch=_batch(first, world_size),
+        started=around.started,
+        wall_s=around.wall_s,
+        steps=max(first.aggregate.steps, int(facts.get("steps", 0))),
+        device=facts.get("device_name"),
+        strategy=facts.get("strategy") or ("single" if world_size == 1 else None),
+        precision=facts.get("precision"),
+        parameters=facts.get("parameters"),
+        memory=around.memory,
+        checkpoint=CheckpointStatistics(first.checkpoints, first.checkpoint_s if first.checkpoints else None),
+        system=around.system,
+        source="attached",
+        notes=list(around.notes),
+        run_dir=str(folder.path),
+    )
+    samples = sum(rank.aggregate.measured_samples for rank in ranks.values())
+    record.throughput = first.aggregate.throughput(world_samples=samples)
+    if not samples:
+        record.throughput.samples_per_s = None
+    record.phases = first.aggregate.phases()
+    record.ranks = [rank.summary(number) for number, rank in ranks.items()]
+    record.communication = _communication(record.ranks, world_size, facts)
+    record.unseen = _unseen(record, facts) if first.aggregate.steps else []
+    if not record.steps and not around.notes:
+        record.notes.append("no training step was seen: none of torch's optimizers has stepped in this process")
+    absent = [str(number) for number in range(world_size) if number not in ranks]
+    if ranks and absent:
+        record.notes.append(f"no steps of rank {', '.join(absent)} are in the folder")
+    return record, first.aggregate.series()
+
+
+def all_steps(folder: RunFolder) -> dict[int, Iterable[StepRecord]]:
+    """The steps of each rank, to be read when somebody wants them."""
+    return {rank: StepReader(path) for rank, path in folder.step_files().items()}
+
+
+def judge_record(record: RunRecord, folder: RunFolder) -> None:
+    """Put verdict and findings into a record, from it and what else its folder holds."""
+    from frameworm.diagnose.rules import apply_judgement, judge
+
+    apply_judgement(record, judge(record, steps=all_steps(folder), system=record.system, trace=stored_trace(folder)))
+
+
+def stored_trace(folder: RunFolder) -> TraceSummary | None:
+    """What the trace of rank 0 says, if one was recorded."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        text = (folder.path / "trace-rank0-summary.json").read_text(encoding="utf-8")
+        return TraceSummary.from_dict(json.loads(text))
+    return None
+
+
+def _batch(rank: _Rank, world_size: int) -> Batch:
+    accumulation = max(1, round(median(rank.accumulated))) if rank.accumulated else 1
+    micro = round(median(rank.fetched)) if rank.samples else None
+    return Batch(micro, accumulation, world_size, None if micro is None else micro * accumulation * world_size)
+
+
+def _communication(ranks: list[RankSummary], world_size: int, facts: Mapping[str, Any]) -> Communication:
+    """Times of rank 0; the rank that waits least is the one the others wait for."""
+    if world_size == 1:
+        return Communication(total_s=0.0, exposed_s=0.0)
+    result = Communication(bytes_per_step=facts.get("gradient_bytes"))
+    exposed = {rank.rank: rank.phases[EXPOSED] for rank in ranks if EXPOSED in rank.phases}
+    if len(exposed) == len(ranks) == world_size:
+        least = min(exposed.values())
+        for rank in ranks:
+            rank.rank_wait_s = exposed[rank.rank] - least
+        result.slowest_rank = min(exposed, key=lambda rank: (exposed[rank], rank))
+        if math.isclose(max(exposed.values()), least):
+            result.slowest_rank = None
+    if ranks:
+        first = ranks[0]
+        result.total_s = first.communication_s
+        result.exposed_s = first.phases.get(EXPOSED)
+        result.rank_wait_s = first.rank_wait_s
+    return result
+
+
+def _unseen(record: RunRecord, facts: Mapping[str, Any]) -> list[str]:
+    unseen = [name for name in EXPECTED if name not in record.phases]
+    if str(facts.get("device", "")).startswith("cuda") and "transfer" not in record.phases:
+        unseen.append("transfer")
+    if record.batch.world_size > 1 and EXPOSED not in record.phases:
+        unseen.append(EXPOSED)
+    return unseen

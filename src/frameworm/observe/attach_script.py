@@ -1,0 +1,144 @@
+"""Runs a Python file as if it had been given to `python`, and tells how it ended."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from frameworm.errors import EnvironmentSetupError
+
+INTERRUPTED = 130
+
+_OWN_FILES = (str(Path(__file__).with_name("attach")), str(Path(__file__).with_name("attach_")))
+
+
+class Ending(NamedTuple):
+    """How a script ended: `completed`, `failed` or `interrupted`, and what to exit with as `sys.exit` takes it."""
+
+    status: str
+    code: int | str | None
+
+
+def check_script(path: Path) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        EnvironmentSetupError: There is no such file.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise EnvironmentSetupError(f"{path} {what}; give the Python file of a training script")
+
+
+def run_script(path: Path, arguments: Sequence[str]) -> Ending:
+    """Run a file as `__main__` with these arguments. What it raises is shown as Python would show it."""
+    sys.argv = [str(path), *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(path.resolve().parent)
+    filename = str(path.absolute())
+    module = types.ModuleType("__main__")
+    module.__file__ = filename
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", filename)
+    module.__spec__ = None
+    module.__dict__.update({"__annotations__": {}, "__builtins__": __builtins__, "__cached__": None})
+    module.__package__ = None
+    # Whoever runs the command line may have put its own there.
+    sys.excepthook = sys.__excepthook__
+    sys.modules["__main__"] = module
+    try:
+        code = compile(path.read_bytes(), filename, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except SystemExit as stop:
+        failed = stop.code not in (None, 0)
+        return Ending("failed" if failed else "completed", _exit_code(stop))
+    except KeyboardInterrupt as error:
+        _show(error)
+        return Ending("interrupted", INTERRUPTED)
+    except BaseException as error:
+        _show(error)
+        return Ending("failed", 1)
+    return Ending("completed", 0)
+
+
+def _exit_code(stop: SystemExit) -> int | str | None:
+    """What the script gave to `sys.exit`; anything but a number is shown by Python, which then exits with 1."""
+    code: Any = stop.code
+    return code if code is None or isinstance(code, int) else str(code)
+
+
+def _show(error: BaseException) -> None:
+    without_own_frames(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def without_own_frames(error: BaseException) -> None:
+    """Take our frames out of the tracebacks of an error and of those that led to it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        kept = []
+        trace = current.__traceback__
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
+                kept.append(trace)
+            trace = trace.tb_next
+        following: types.TracebackType | None = None
+        for trace in reversed(kept):
+            trace.tb_next = following
+            following = trace
+        current.__traceback__ = following
+        waiting += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function once a module has been imported, at the time the script does so.
+
+    torch reads variables when it is imported, and a script may set them first: we must not import it before.
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def arm(self) -> None:
+        """Wait for the import, or act now if it has happened."""
+        if self._name in sys.modules:
+            self._action()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def disarm(self) -> None:
+        """Wait no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Hand the module on with a loader that tells when it is done."""
+        if fullname != self._name:
+            return None
+        self.disarm()
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            self._action()
+
+        loader.exec_module = exec_module
+        return spec

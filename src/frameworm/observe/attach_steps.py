@@ -1,0 +1,278 @@
+"""Which stretch of time belongs to which step of somebody else's training loop.
+
+The hooks say what begins and ends: a batch is fetched, a model called, a backward pass run, an optimizer stepped. A
+step ends where the next one fetches its first batch after an optimizer has stepped, so that accumulation and several
+optimizers are one step. A loop that fetches nothing visible is cut where an optimizer comes round again. Both are known
+only afterwards: the place is remembered and the row of stretches cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from frameworm.observe.attach_timeline import Stretches, Timeline
+from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, OTHER, TRANSFER, VALIDATION
+
+COMMUNICATION = "communication_exposed"
+# A model that only infers: part of the step (a teacher, a frozen encoder) or a validation, which the next call tells.
+INFERENCE = "inference"
+
+# What may claim time inside of what; all else belongs to the outer phase.
+INSIDE: dict[str | None, frozenset[str]] = {
+    FORWARD: frozenset({BACKWARD, OPTIMIZER, CHECKPOINT, TRANSFER, COMMUNICATION}),
+    OPTIMIZER: frozenset({FORWARD, BACKWARD, CHECKPOINT, TRANSFER, COMMUNICATION}),
+    BACKWARD: frozenset({COMMUNICATION}),
+    DATA_WAIT: frozenset(),
+    TRANSFER: frozenset(),
+    CHECKPOINT: frozenset(),
+    VALIDATION: frozenset(),
+    INFERENCE: frozenset(),
+    COMMUNICATION: frozenset(),
+}
+# A loop that never steps an optimizer must not fill the memory.
+MOST_MARKS = 20_000
+MOST_FETCHES = 512
+
+
+class Payload(NamedTuple):
+    """What goes with a finished step beside its times."""
+
+    tally: dict[str, float]
+    extra: dict[str, float]  # filled in later by whoever knows
+
+
+class _Place(NamedTuple):
+    """Where the next step would begin."""
+
+    position: int
+    tally: dict[str, float]
+    by_fetch: bool
+
+
+class StepFinder:
+    """Turns what the hooks see into steps.
+
+    Args:
+        finished: Called with each step; its events may still be on the device.
+
+    Attributes:
+        tally: Counts and seconds of the step that is going on.
+        extra: Facts about that step that are known later.
+        begun: Whether a step is going on.
+        fetches_seen: Whether any loader has given a batch.
+        epoch: How often training has begun to read a loader anew; at least 1.
+    """
+
+    def __init__(self, finished: Callable[[Stretches], None]) -> None:
+        self.timeline = Timeline()
+        self.tally: dict[str, float] = {}
+        self.extra: dict[str, float] = {}
+        self.begun = False
+        self.steps = 0
+        self.epoch = 1
+        self._finished = finished
+        self._stack: list[str] = []
+        self._trained = False  # something of a training step has been seen in this step
+        self._forwards = 0
+        self._stepped: set[int] = set()
+        self._place: _Place | None = None
+        self._fetch: _Place | None = None
+        self._batch: int | None = None  # since where nothing but fetching has happened
+        self._fetches = 0
+        self._samples = 0.0  # fetched and not used yet
+        self.fetches_seen = False
+        self._source = self._trained_source = 0
+        self._inferred = False  # a stretch is still called inference
+        self._may_be_loss = False  # between forward and backward
+        self._optimizer_at = _Place(0, {}, False)
+        self._forwards_before = 0
+
+    @property
+    def phase(self) -> str | None:
+        """The innermost phase that is going on."""
+        return self._stack[-1] if self._stack else None
+
+    def add(self, name: str, amount: float) -> None:
+        """Count something in the step that is going on."""
+        self.tally[name] = self.tally.get(name, 0.0) + amount
+
+    def open(self, phase: str, samples: int | None = None, *, starts: bool = False) -> bool:
+        """Something begins; False when it is part of what goes on already, and must not be closed.
+
+        Args:
+            samples: Size of the batch a model is called with, for loops whose fetches cannot be seen.
+            starts: The first step may begin with it, whatever it is.
+        """
+        parent = self.phase
+        if parent is not None and phase not in INSIDE[parent]:
+            return False
+        if not self.begun:
+            if not starts and phase not in (DATA_WAIT, FORWARD, INFERENCE, VALIDATION, BACKWARD):
+                return False
+            self._start()
+        if len(self.timeline.marks) > MOST_MARKS:
+            self._start()
+        if phase in (INFERENCE, COMMUNICATION) and parent is None and self.timeline.last_label == VALIDATION:
+            phase = VALIDATION  # its loss, or its figures over all ranks
+        border = parent is None and bool(self._stepped)
+        self.timeline.close_gap(parent or self._gap_label(phase), border=border)
+        if phase == DATA_WAIT:
+            self._before_fetch()
+        elif phase in (FORWARD, BACKWARD):
+            self._before_training(phase, samples)
+        elif phase in (INFERENCE, VALIDATION) and self._batch is None:
+            self._batch = self.timeline.position
+        self._inferred = self._inferred or phase == INFERENCE
+        self._stack.append(phase)
+        return True
+
+    def close(self) -> None:
+        """What was opened last is over."""
+        phase = self._stack.pop()
+        self.timeline.mark(phase)
+        if phase == VALIDATION:
+            self._was_validation()
+        elif phase in (FORWARD, BACKWARD):
+            self._may_be_loss = phase == FORWARD
+        elif phase == OPTIMIZER:
+            self._may_be_loss = False
+
+    def fetched(self, samples: int | None, source: int) -> None:
+        """The fetch that was just closed has given a batch.
+
+        Args:
+            source: Number of the pass over a loader it comes from.
+        """
+        self._source = source
+        self._samples += samples or 0
+        self.add("fetches", 1)
+        self.fetches_seen = True
+        if not self._stepped or self._fetch is None or (self._place is not None and self._place.by_fetch):
+            return
+        # A loop may fetch ahead while a step goes on: that step began where the model was called.
+        backwards = self.tally.get("backwards", 0.0)
+        ahead = self._place is not None and backwards > self._place.tally.get("backwards", 0.0)
+        place = self._place if ahead and self._place is not None else self._fetch
+        self._place = place._replace(by_fetch=True)
+
+    def optimizer_begins(self) -> None:
+        """An optimizer is about to step; to be called within its phase."""
+        self._optimizer_at = _Place(self.timeline.position, dict(self.tally), False)
+        self._forwards_before = self._forwards
+
+    def optimizer_stepped(self, identity: int) -> None:
+        """It has stepped, and its phase is closed."""
+        if self._place is not None and self._place.by_fetch:
+            self._commit()
+        elif identity in self._stepped:
+            if self._place is not None:
+                self._commit()
+            elif self._forwards > self._forwards_before:  # the closure it was given has run the model
+                self._place = self._optimizer_at
+                self._commit()
+        self._stepped.add(identity)
+        self._trained = True
+        self._place = None
+        self._batch = None
+        self.timeline.near_end = True
+        self.add("optimizer_steps", 1)
+
+    def finish(self) -> None:
+        """The script is over: the step that is going on ends with the last thing seen in it."""
+        if self.begun and self._inferred:
+            self._was_validation()
+        if self.begun and self._stepped:
+            if self._place is not None and self._place.by_fetch:
+                self._commit()
+            else:
+                self._cut(self.timeline.position, dict(self.tally))
+        self.begun = False
+
+    def _start(self) -> None:
+        self.timeline.start()
+        self.begun = True
+        self.tally = {}
+        self.extra = {}
+        self._trained = self._may_be_loss = self._inferred = False
+        self._stepped = set()
+        self._place = self._fetch = self._batch = None
+        self._fetches = 0
+
+    def _gap_label(self, phase: str) -> str:
+        """What the script did on its own before something we know begins."""
+        if self.timeline.last_label == VALIDATION:
+            return VALIDATION
+        # Between the model's call and the backward pass, or another model's call, the loss is computed.
+        return FORWARD if self._may_be_loss and phase in (FORWARD, BACKWARD) else OTHER
+
+    def _before_fetch(self) -> None:
+        self._may_be_loss = False
+        if self._inferred:
+            self._was_validation()
+        if self._batch is None:
+            self._batch, self._fetches = self.timeline.position, 0
+        self._fetches += 1
+        if self._fetches > MOST_FETCHES:  # a loop that only reads
+            if self._trained or self._stepped:
+                self.timeline.relabel(self._batch, DATA_WAIT)
+            else:
+                self._start()
+            self._batch, self._fetches = self.timeline.position, 0
+        if self._place is None or not self._place.by_fetch:
+            self._fetch = _Place(self.timeline.position, dict(self.tally), True)
+
+    def _before_training(self, phase: str, samples: int | None) -> None:
+        if self._inferred:
+            self.timeline.rename(INFERENCE, FORWARD)
+            self._inferred = False
+        if self._place is not None and self._place.by_fetch:
+            self._commit()
+        elif self._stepped and self._place is None and not self._stack:
+            self._place = _Place(self.timeline.position, dict(self.tally), False)
+        self._trained = True
+        self._batch = None
+        if self._source != self._trained_source:
+            self.epoch += self._trained_source > 0
+            self._trained_source = self._source
+        self.extra["epoch"] = self.epoch
+        if self._samples:
+            self.add("samples", self._samples)
+            self._samples = 0.0
+        elif samples and not self.fetches_seen and not self._may_be_loss:
+            self.add("samples", samples)
+        if phase == FORWARD:
+            self._forwards += 1
+        self.add("forwards" if phase == FORWARD else "backwards", 1)
+
+    def _was_validation(self) -> None:
+        """Everything since the fetch belonged to a validation, which is part of the step before it."""
+        self._samples = 0.0
+        self._place = None
+        self._inferred = False
+        if not self._trained and not self._stepped:
+            self._start()  # a look at the data or the model before training begins
+            return
+        self.timeline.relabel(self.timeline.position if self._batch is None else self._batch, VALIDATION)
+        self._batch = None
+
+    def _commit(self) -> None:
+        """The remembered place was the end of a step."""
+        place, self._place = self._place, None
+        assert place is not None
+        self._cut(place.position, place.tally)
+
+    def _cut(self, position: int, tally: dict[str, float]) -> None:
+        extra = self.extra
+        finished = self.timeline.split(position, Payload(tally, extra))
+        if finished is None:
+            return
+        self.tally = {
+            name: amount - tally.get(name, 0.0) for name, amount in self.tally.items() if amount != tally.get(name, 0.0)
+        }
+        self.extra = {}
+        self._stepped = set()
+        self._trained = False
+        self.timeline.near_end = False
+        self.steps += 1
+        self._finished(finished)

@@ -1,0 +1,320 @@
+"""What the hooks report to, and what becomes of it: step records on their way to a file.
+
+Nothing in here may reach the script: an error ends the observation with a note, and the script goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
+from frameworm.observe.attach_timeline import OWN, Stretches
+from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, VALIDATION
+from frameworm.records.schema import StepRecord
+
+# Below this a GPU step feels the events at every border: only one step in a few is divided.
+SHORT_STEP_S = 0.01
+DIVIDE_EVERY = 8
+# What is known about a step only when the next one runs the model.
+STEPS_HELD_BACK = 1
+# Short steps are made into records several at a time, while the code for that is in the processor's caches.
+PASS_ON_EVERY_S = 0.02
+CURIOUS_STEPS = 3
+METRICS = ("sync_s", "syncs", "logging_s", "pageable_s")
+_DEEPEST = 4
+
+
+class Watch:
+    """Observes one thread of one process.
+
+    Args:
+        write: Takes each step record.
+        most_steps: Stop observing after so many steps.
+        nvtx: Name the phases for Nsight.
+        after_step: Called with the number of steps so far.
+
+    Attributes:
+        busy: A model called now is part of what goes on already; also when nobody watches any more.
+        curious: Precision is not known yet.
+        facts: What was learned beside the steps.
+        notes: What went wrong, or was limited.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[StepRecord], None],
+        most_steps: int | None = None,
+        nvtx: bool = False,
+        after_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.active = True
+        self.busy = False
+        self.curious = True
+        self.facts: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.steps = 0
+        self.left_out: set[int] = set()
+        self._write = write
+        self._most_steps = most_steps
+        self._nvtx = nvtx
+        self._after_step = after_step
+        self._finder = StepFinder(self._step_ended)
+        self._waiting: deque[tuple[int, Stretches]] = deque()
+        self._short = False
+        self._passed_on_s = 0.0
+        self._thread = threading.get_ident()
+        self._wall_s = time.time() - time.perf_counter()
+        self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last_pass = 0
+        self._backward_of: dict[str, float] = {}
+        self._exposed: dict[str, float] = {}
+        self._exposed_samples = 0
+        # A child that a loader or the script forks has the hooks but nobody to report to.
+        os.register_at_fork(after_in_child=self.stop)
+
+    def stop(self) -> None:
+        """See nothing from now on."""
+        self.active = False
+        self.busy = True
+        self.curious = False
+
+    def fail(self, error: Exception) -> None:
+        """An error of ours ends the observation."""
+        self.stop()
+        self.notes.append(f"observation ended after {self.steps} steps: {type(error).__name__}: {error}")
+
+    def enter(self, phase: str, samples: int | None = None, *, starts: bool = False) -> bool:
+        """A phase begins; False when it is not one of its own, and `leave` must not be called."""
+        if not self.active or threading.get_ident() != self._thread:
+            return False
+        try:
+            if not self._finder.open(phase, samples, starts=starts):
+                return False
+            self.busy = FORWARD not in INSIDE[self._finder.phase]
+            if self._nvtx and torch.cuda.is_initialized():
+                torch.cuda.nvtx.range_push(phase)
+        except Exception as error:
+            self.fail(error)
+            return False
+        return True
+
+    def leave(self) -> None:
+        """The phase that was entered last is over."""
+        if not self.active:
+            return
+        try:
+            phase = self._finder.phase
+            self._finder.close()
+            inner = self._finder.phase
+            self.busy = inner is not None and FORWARD not in INSIDE[inner]
+            if phase == BACKWARD:
+                self._backward_of = self._finder.extra
+            elif phase == CHECKPOINT:
+                self._finder.add("checkpoints", 1)
+            if self._nvtx and torch.cuda.is_initialized():
+                torch.cuda.nvtx.range_pop()
+        except Exception as error:
+            self.fail(error)
+
+    def enter_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """A module is called that no other module called."""
+        if not self.active or threading.get_ident() != self._thread:
+            return False
+        try:
+            training = module.training
+            if torch.is_grad_enabled():
+                trains = training or module not in self._trained
+                phase = FORWARD if trains else INFERENCE
+                if training:
+                    self._trained.add(module)
+            else:
+                phase = VALIDATION if not training and module in self._trained else INFERENCE
+            samples = None if self._finder.fetches_seen else leading_size((*args, *kwargs.values()))
+        except Exception as error:
+            self.fail(error)
+            return False
+        return self.enter(phase, samples)
+
+    def passes_over(self, loader: Any, iterator: Any) -> None:
+        """A loader begins to be read anew."""
+        if not self.active:
+            return
+        try:
+            self._last_pass += 1
+            self._passes[iterator] = self._last_pass
+            workers = int(loader.num_workers)
+            self.facts["num_workers"] = max(workers, self.facts.get("num_workers", 0))
+        except Exception as error:
+            self.fail(error)
+
+    def fetched(self, iterator: Any, batch: Any) -> None:
+        """A loader has given a batch."""
+        if not self.active:
+            return
+        try:
+            self._finder.fetched(leading_size(batch), self._passes.get(iterator, 0))
+        except Exception as error:
+            self.fail(error)
+
+    def optimizer_begins(self) -> None:
+        """An optimizer begins its step; called within the phase."""
+        if not self.active:
+            return
+        try:
+            self._finder.optimizer_begins()
+        except Exception as error:
+            self.fail(error)
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """An optimizer has stepped; called after the phase."""
+        if not self.active:
+            return
+        try:
+            if "parameters" not in self.facts:
+                self._look_at(optimizer)
+            self._finder.optimizer_stepped(id(optimizer))
+            rate = optimizer.param_groups[0].get("lr")
+            if isinstance(rate, (int, float)):
+                self._finder.extra.setdefault("lr", float(rate))
+        except Exception as error:
+            self.fail(error)
+
+    def spent(self, metric: str, seconds: float, count: str | None = None) -> None:
+        """Time of the host within the phases."""
+        if self.active and self._finder.begun and threading.get_ident() == self._thread:
+            self._finder.add(metric, seconds)
+            if count is not None:
+                self._finder.add(count, 1)
+
+    def communicated(self, total_s: float, exposed_s: float) -> None:
+        """What DDP measured in the last backward pass that reduced gradients."""
+        if self.active:
+            self._exposed = {"communication_s": total_s, "exposed_s": exposed_s}
+            self._exposed_samples += 1
+            self._backward_of.update(self._exposed)
+
+    def look(self) -> None:
+        """Find out in which precision the model computes."""
+        try:
+            if self._finder.phase == FORWARD:
+                for kind in ("cuda", "cpu"):
+                    if torch.is_autocast_enabled(kind):
+                        self.facts["precision"] = _short_name(torch.get_autocast_dtype(kind))
+                        self.curious = False
+        except Exception as error:
+            self.fail(error)
+
+    def skip_time(self) -> None:
+        """What has happened since the last mark was ours, not the script's."""
+        self._finder.timeline.mark(OWN)
+
+    def finish(self) -> None:
+        """Write what is still waiting; events of the last steps are waited for."""
+        if self.active:
+            try:
+                self._finder.finish()
+            except Exception as error:
+                self.fail(error)
+        self.stop()
+        try:
+            self._pass_on(0, wait=True)
+        except Exception as error:
+            self.notes.append(f"the last steps were lost: {type(error).__name__}: {error}")
+        if self._exposed_samples and self._exposed_samples < self.steps - STEPS_HELD_BACK:
+            self.notes.append(
+                f"exposed communication was measured by DDP in {self._exposed_samples} of {self.steps} steps "
+                "and taken to be alike in the others"
+            )
+
+    def _look_at(self, optimizer: Any) -> None:
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        self.facts["parameters"] = sum(item.numel() for item in parameters)
+        if parameters:
+            self.facts["device"] = str(parameters[0].device)
+            self.facts.setdefault("precision", _short_name(parameters[0].dtype))
+
+    def _step_ended(self, step: Stretches) -> None:
+        self.steps += 1
+        self._waiting.append((self.steps, step))
+        if self.steps >= CURIOUS_STEPS:
+            self.curious = False
+        end_s = step.marks[-1].host_s
+        if end_s - self._passed_on_s >= PASS_ON_EVERY_S:
+            self._passed_on_s = end_s
+            self._pass_on(STEPS_HELD_BACK)
+        self._finder.timeline.divides = not self._short or self.steps % DIVIDE_EVERY == 0
+        if self._after_step is not None:
+            self._after_step(self.steps)
+        if self._most_steps is not None and self.steps >= self._most_steps:
+            self.stop()
+            self.notes.append(f"observed the first {self.steps} steps, as asked")
+
+    def _pass_on(self, keep: int, *, wait: bool = False) -> None:
+        while len(self._waiting) > keep and (wait or self._waiting[0][1].known()):
+            number, step = self._waiting.popleft()
+            if wait and step.marks[-1].event is not None:
+                step.marks[-1].event.synchronize()
+            record = self._record(number, step)
+            if number not in self.left_out:
+                self._write(record)
+
+    def _record(self, number: int, step: Stretches) -> StepRecord:
+        tally, extra = step.payload
+        step_s, phases = step.times()
+        on_device = step.marks[-1].event is not None
+        self._short = on_device and step_s < SHORT_STEP_S
+        if INFERENCE in phases:
+            phases[FORWARD] = phases.get(FORWARD, 0.0) + phases.pop(INFERENCE)
+        if on_device and "exposed_s" not in extra:
+            extra = {**extra, **self._exposed}
+        seen_s = phases.get(COMMUNICATION)
+        exposed_s = extra.get("exposed_s")
+        if exposed_s is not None and BACKWARD in phases:
+            exposed_s = min(exposed_s, phases[BACKWARD])
+            phases[BACKWARD] -= exposed_s
+            phases[COMMUNICATION] = phases.get(COMMUNICATION, 0.0) + exposed_s
+        total_s = extra.get("communication_s")
+        samples = int(tally.get("samples", 0))
+        metrics = {name: tally[name] for name in METRICS if name in tally}
+        for name in ("fetches", "backwards", "optimizer_steps", "checkpoints"):
+            if name in tally:
+                metrics[name] = tally[name]
+        return StepRecord(
+            step=number,
+            epoch=int(extra.get("epoch", 1)),
+            time=self._wall_s + step.marks[-1].host_s,
+            step_s=step_s,
+            loss=None,
+            lr=extra.get("lr"),
+            samples=samples,
+            count=float(samples),
+            phases=phases,
+            communication_s=None if seen_s is None and total_s is None else (seen_s or 0.0) + (total_s or 0.0),
+            metrics=metrics,
+        )
+
+
+def leading_size(batch: Any, depth: int = 0) -> int | None:
+    """Size of the first dimension of the first tensor in a batch."""
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else None
+    if depth < _DEEPEST and isinstance(batch, (tuple, list, Mapping)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch[:8]:
+            found = leading_size(item, depth + 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _short_name(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

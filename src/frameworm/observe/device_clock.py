@@ -1,0 +1,257 @@
+"""Where the time of a step goes on a GPU, measured without making anybody wait.
+
+At each border between two phases an event is put into the stream and read some steps later, when it is long done; the
+gap before the first event of a step is the wait for data that the device really felt, however far ahead the host is.
+Putting an event there is not free: where steps are short, every step's time is measured, but only one step in a few is
+divided into phases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from frameworm.observe.communication import Backward, BucketRecorder, StepCommunication
+from frameworm.observe.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION_EXPOSED,
+    DATA_WAIT,
+    OTHER,
+    TRANSFER,
+    HostClock,
+    StepClock,
+    Timed,
+)
+
+GROUP_STEPS = 8
+GROUPS_IN_FLIGHT = 2
+# How many steps the host can be ahead of the device: groups in flight, one group being filled, the current step.
+MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
+# Longer steps do not feel four events; shorter ones did in the overhead benchmark. A choice, not a measurement.
+SHORT_STEP_S = 0.02
+DIVIDE_EVERY = 8
+
+
+class _Pending:
+    """A step whose events are still on the device; the last mark is its end and the next step's beginning."""
+
+    __slots__ = ("begin", "begun_at", "divided", "host_other_s", "host_wait_s", "marks", "payload", "scalars", "sent")
+
+    def __init__(self, begin: torch.cuda.Event, begun_at: float | None = None) -> None:
+        self.begin = begin
+        self.begun_at = begun_at  # by the host's clock; None: when the step before ended
+        self.divided = True
+        self.sent: dict[int, Backward] = {}  # by the number of the mark that ends that backward
+        self.marks: list[tuple[str | Mapping[str, float], torch.cuda.Event]] = []
+        self.host_other_s = 0.0
+        self.host_wait_s = 0.0
+        self.payload: Any = None
+        self.scalars: tuple[torch.Tensor | None, ...] = ()
+
+
+class _Group:
+    """Several finished steps whose scalars travel to the host in one copy."""
+
+    __slots__ = ("host", "ready", "steps")
+
+    def __init__(self, steps: list[_Pending]) -> None:
+        self.steps = steps
+        present = [scalar for step in steps for scalar in step.scalars if scalar is not None]
+        self.host: torch.Tensor | None = None
+        if present:
+            stacked = torch.stack([_plain(scalar) for scalar in present])
+            self.host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self.host.copy_(stacked, non_blocking=True)
+        self.ready = torch.cuda.Event()
+        self.ready.record()
+
+
+def _plain(scalar: torch.Tensor) -> torch.Tensor:
+    """The scalar as stacking wants it; a loss already is."""
+    return scalar if scalar.dtype == torch.float32 and scalar.dim() == 0 else scalar.reshape(()).float()
+
+
+class CudaClock:
+    """Phases by CUDA events, read late."""
+
+    max_steps_ahead = MAX_STEPS_AHEAD
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+        self._filling: list[_Pending] = []
+        self._groups: deque[_Group] = deque()
+        self._divides = True
+        self._short = False
+        self._undivided = 0
+        self._steps = 0
+        self._recorder: BucketRecorder | None = None
+        self._read_until_s = 0.0  # the host's clock at the end of the last step that was read
+        self.start()
+
+    @property
+    def note(self) -> str | None:
+        """Said when some steps were measured as a whole only."""
+        if not self._undivided:
+            return None
+        return f"steps are short: phases were measured in one of {DIVIDE_EVERY} steps, the time of a step in all"
+
+    def divide(self) -> None:
+        if not self._divides:
+            self._divides = True
+            self._last_host = perf_counter()
+
+    def record_buckets(self) -> BucketRecorder:
+        self._recorder = BucketRecorder(self._event_of_this_thread, lambda: self._divides)
+        return self._recorder
+
+    def _event_of_this_thread(self) -> torch.cuda.Event:
+        """An event where autograd or a finished collective is: in a stream and perhaps a thread of their own."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _event(self) -> torch.cuda.Event:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def start(self) -> None:
+        # Asking for the stream at every mark would cost as much as the mark.
+        self._stream = torch.cuda.current_stream(self._device)
+        self._last_host = perf_counter()
+        self._current = _Pending(self._event(), self._last_host)
+
+    def mark(self, name: str) -> None:
+        if not self._divides:
+            if name != CHECKPOINT:
+                return
+            self._divides = True  # rare and long, and the first thing in its step
+        current = self._current
+        now = perf_counter()
+        if name == OTHER and not current.marks:
+            # What the host does between two steps; the device has nothing to say about it.
+            current.host_other_s = now - self._last_host
+            self._last_host = now
+            return
+        if name == DATA_WAIT:
+            current.host_wait_s = now - self._last_host
+        elif name == BACKWARD and self._recorder is not None:
+            backward = self._recorder.take()
+            if backward is not None:
+                current.sent[len(current.marks)] = backward
+        current.marks.append((name, self._event()))
+        self._last_host = now
+
+    def split(self, shares: Mapping[str, float]) -> None:
+        if self._divides:
+            self._current.marks.append((shares, self._event()))
+            self._last_host = perf_counter()
+
+    def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
+        current = self._current
+        if not current.marks:
+            current.marks.append((OTHER, self._event()))
+        current.divided = self._divides
+        self._undivided += not self._divides
+        self._steps += 1
+        self._divides = not self._short or self._steps % DIVIDE_EVERY == 0
+        if self._divides and not current.divided:
+            self._last_host = perf_counter()  # no mark has read the clock since the step before
+        current.payload = payload
+        current.scalars = scalars
+        self._filling.append(current)
+        self._current = _Pending(current.marks[-1][1])
+        if len(self._filling) >= GROUP_STEPS:
+            self._groups.append(_Group(self._filling))
+            self._filling = []
+        done: list[Timed] = []
+        while self._groups and (len(self._groups) > GROUPS_IN_FLIGHT or self._groups[0].ready.query()):
+            done += self._read(self._groups.popleft())
+        return done
+
+    def drain(self) -> list[Timed]:
+        if self._filling:
+            self._groups.append(_Group(self._filling))
+            self._filling = []
+        done: list[Timed] = []
+        while self._groups:
+            done += self._read(self._groups.popleft())
+        return done
+
+    def _read(self, group: _Group) -> list[Timed]:
+        group.ready.synchronize()
+        values = iter(group.host.tolist() if group.host is not None else [])
+        timed = []
+        for step in group.steps:
+            scalars = [None if scalar is None else next(values) for scalar in step.scalars]
+            if step.begun_at is None:
+                step.begun_at = self._read_until_s
+            step_s, phases, communication = _device_phases(step)
+            self._read_until_s = step.begun_at + step_s
+            timed.append(Timed(step.payload, scalars, step_s, phases, communication))
+            # The last event is the next step's beginning, which that step gives back.
+            self._free.append(step.begin)
+            self._free.extend(event for _, event in step.marks[:-1])
+            for backward in step.sent.values():
+                self._free.extend(backward.moments())
+        self._short = min(item.step_s for item in timed) < SHORT_STEP_S
+        return timed
+
+
+def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommunication | None]:
+    """Times between the events of one step.
+
+    The gap before the data mark is a gap on the device: it is told apart by what the host did meanwhile, and what the
+    host does not explain is the transfer.
+    """
+    phases: dict[str, float] = {}
+    step_s = 0.0
+    communication = StepCommunication()
+    assert step.begun_at is not None
+    event = step.begin
+    for number, (name, following) in enumerate(step.marks):
+        last, event = event, following
+        elapsed_s = last.elapsed_time(event) * 1e-3
+        begun_at = step.begun_at + step_s
+        step_s += elapsed_s
+        if not isinstance(name, str):
+            for part, share in name.items():
+                phases[part] = phases.get(part, 0.0) + elapsed_s * share
+            continue
+        if name == DATA_WAIT:
+            wait_s = min(elapsed_s, step.host_wait_s)
+            other_s = min(elapsed_s - wait_s, step.host_other_s)
+            phases[OTHER] = phases.get(OTHER, 0.0) + other_s
+            phases[TRANSFER] = phases.get(TRANSFER, 0.0) + elapsed_s - wait_s - other_s
+            elapsed_s = wait_s
+        elif name == COMMUNICATION_EXPOSED:
+            communication.met(begun_at, begun_at + elapsed_s)
+        elif number in step.sent:
+            since = functools.partial(_seconds_between, last)
+            exposed_s = step.sent[number].add_to(communication, since, begun_at, elapsed_s)
+            phases[COMMUNICATION_EXPOSED] = phases.get(COMMUNICATION_EXPOSED, 0.0) + exposed_s
+            elapsed_s -= exposed_s
+        phases[name] = phases.get(name, 0.0) + elapsed_s
+    return step_s, phases if step.divided else {}, communication if communication.buckets else None
+
+
+def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def make_clock(device: torch.device) -> StepClock:
+    """The clock that suits the device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,174 @@
+"""What the operating system tells of this process, its children and the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import psutil
+
+# Looking for children reads an entry of every process of the machine; they come and go rarely.
+LOOK_FOR_CHILDREN_EVERY = 5
+LOOPBACK = "lo"
+
+
+@dataclass(slots=True)
+class FamilyState:
+    """This process and its children since the look before."""
+
+    rss_bytes: int | None = None  # pages that several of them share count for each
+    threads: int | None = None
+    cpu_s: float | None = None  # since the family was first looked at
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
+
+
+class _Counters(NamedTuple):
+    """What one process has used up to now; its number alone may be given out again."""
+
+    identity: tuple[int, float]
+    cpu_s: float
+    read_bytes: int | None
+    write_bytes: int | None
+
+
+class Family:
+    """This process and its children: memory, threads, time on cores and bytes from and to disks.
+
+    What a child used up stays counted after it has ended; what it did before it was first seen is not.
+    """
+
+    def __init__(self) -> None:
+        self._self: Any = None
+        with contextlib.suppress(Exception):
+            self._self = psutil.Process()
+        self._children: list[Any] = []
+        self._looks = 0
+        self._before: dict[tuple[int, float], _Counters] = {}
+        self._cpu_s = 0.0
+        self._read_bytes: int | None = None
+        self._write_bytes: int | None = None
+
+    def read(self) -> FamilyState:
+        """Look once."""
+        if self._self is None:
+            return FamilyState()
+        if self._looks % LOOK_FOR_CHILDREN_EVERY == 0:
+            with contextlib.suppress(Exception):
+                self._children = self._self.children(recursive=True)
+        self._looks += 1
+        state = FamilyState()
+        seen: dict[tuple[int, float], _Counters] = {}
+        alive = []
+        for process in (self._self, *self._children):
+            found = _look(process, state)
+            if found is None:
+                continue
+            if process is not self._self:
+                alive.append(process)
+            seen[found.identity] = found
+            self._add(found, self._before.get(found.identity, found))
+        self._children = alive
+        self._before = seen
+        state.cpu_s = self._cpu_s if seen else None
+        state.disk_read_bytes, state.disk_write_bytes = self._read_bytes, self._write_bytes
+        return state
+
+    def _add(self, now: _Counters, before: _Counters) -> None:
+        self._cpu_s += max(0.0, now.cpu_s - before.cpu_s)
+        if now.read_bytes is not None and before.read_bytes is not None:
+            self._read_bytes = (self._read_bytes or 0) + max(0, now.read_bytes - before.read_bytes)
+        if now.write_bytes is not None and before.write_bytes is not None:
+            self._write_bytes = (self._write_bytes or 0) + max(0, now.write_bytes - before.write_bytes)
+
+
+def _look(process: Any, state: FamilyState) -> _Counters | None:
+    """Add one process to the state; None if it is gone or nothing may be known of it."""
+    try:
+        with process.oneshot():
+            identity = (int(process.pid), float(process.create_time()))
+            times = process.cpu_times()
+            rss_bytes = int(process.memory_info().rss)
+            threads = int(process.num_threads())
+    except Exception:
+        return None
+    state.rss_bytes = (state.rss_bytes or 0) + rss_bytes
+    state.threads = (state.threads or 0) + threads
+    read_bytes = write_bytes = None
+    with contextlib.suppress(Exception):  # not on every system, and a container may forbid it
+        counters = process.io_counters()
+        read_bytes, write_bytes = int(counters.read_bytes), int(counters.write_bytes)
+    return _Counters(identity, times.user + times.system, read_bytes, write_bytes)
+
+
+@dataclass(slots=True)
+class MachineState:
+    """The machine since the look before."""
+
+    cores: list[float] = field(default_factory=list)  # share busy, 0 to 1
+    io_wait: float | None = None
+    network_sent_bytes: int | None = None  # since the machine was first looked at
+    network_received_bytes: int | None = None
+
+
+class Machine:
+    """The cores this process may use, and the network interfaces; loopback traffic is none."""
+
+    def __init__(self) -> None:
+        self._usable: set[int] | None = None
+        with contextlib.suppress(Exception):
+            self._usable = set(os.sched_getaffinity(0))
+        self._times: list[Any] | None = None
+        self._network: tuple[int, int] | None = None
+
+    def read(self) -> MachineState:
+        """Look once."""
+        state = MachineState()
+        times = _answer(lambda: psutil.cpu_times(percpu=True))
+        if times is not None and self._usable is not None:
+            times = [time for core, time in enumerate(times) if core in self._usable]
+        if times and self._times and len(times) == len(self._times):
+            state.cores, state.io_wait = _core_shares(self._times, times)
+        self._times = times
+        interfaces = _answer(lambda: psutil.net_io_counters(pernic=True))
+        if interfaces:
+            sent = sum(item.bytes_sent for name, item in interfaces.items() if name != LOOPBACK)
+            received = sum(item.bytes_recv for name, item in interfaces.items() if name != LOOPBACK)
+            if self._network is None:
+                self._network = (sent, received)
+            state.network_sent_bytes = max(0, sent - self._network[0])
+            state.network_received_bytes = max(0, received - self._network[1])
+        return state
+
+
+def _core_shares(before: list[Any], now: list[Any]) -> tuple[list[float], float | None]:
+    """Share of each core's time that was work, and of all cores' time that was waiting for disks."""
+    cores: list[float] = []
+    total_s = wait_s = 0.0
+    knows_wait = hasattr(now[0], "iowait")
+    for old, new in zip(before, now):
+        elapsed_s = _whole(new) - _whole(old)
+        if elapsed_s <= 0:
+            continue
+        waited_s = max(0.0, new.iowait - old.iowait) if knows_wait else 0.0
+        idle_s = max(0.0, new.idle - old.idle) + waited_s
+        cores.append(min(1.0, max(0.0, 1 - idle_s / elapsed_s)))
+        total_s += elapsed_s
+        wait_s += waited_s
+    return cores, min(1.0, wait_s / total_s) if knows_wait and total_s > 0 else None
+
+
+def _whole(times: Any) -> float:
+    """All time of a core; the guests' is contained in the users'."""
+    return float(sum(times)) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """What a source says, or None where there is none."""
+    try:
+        return question()
+    except Exception:
+        return None

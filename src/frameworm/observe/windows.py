@@ -1,0 +1,294 @@
+"""A window of torch.profiler over a few steps of a run, and the clock that opens and closes it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+
+from frameworm.config.schema import ObserveConfig
+from frameworm.errors import FramewormError
+from frameworm.observe.communication import BucketRecorder
+from frameworm.observe.nvtx import REPLAY, PhaseRanges, nvtx_functions
+from frameworm.observe.phases import StepClock, Timed
+from frameworm.observe.trace import read_trace
+from frameworm.records.atomic import replacing, write_atomic
+
+log = logging.getLogger("frameworm")
+
+WAIT_STEPS = 10  # compilation, capture, autotuning and the first allocations lie before
+WARMUP_STEPS = 2
+ACTIVE_STEPS = 5
+_COMPRESSION = 3
+PREFIX = "frameworm:"
+
+
+class Schedule(NamedTuple):
+    """How many steps pass by, run with the profiler on but unrecorded, and are recorded."""
+
+    wait: int
+    warmup: int
+    active: int
+
+
+def choose_schedule(total_steps: int | None) -> Schedule | None:
+    """The usual window, or a shorter one that fits into a short run; None if there are fewer than two steps."""
+    if total_steps is None or total_steps >= WAIT_STEPS + WARMUP_STEPS + ACTIVE_STEPS:
+        return Schedule(WAIT_STEPS, WARMUP_STEPS, ACTIVE_STEPS)
+    if total_steps < 2:
+        return None
+    warmup = min(WARMUP_STEPS, total_steps - 1)
+    active = min(ACTIVE_STEPS, total_steps - warmup)
+    return Schedule(total_steps - warmup - active, warmup, active)
+
+
+class TraceWindow:
+    """Records a few steps once in a run and leaves `trace-rank{r}.json.gz` and its summary in the run folder.
+
+    Whatever goes wrong with the trace, training goes on; `note` says what came of it.
+
+    Args:
+        device: Where the steps run.
+        rank: This process.
+        total_steps: Steps of the run, if known.
+    """
+
+    def __init__(self, device: torch.device, rank: int, total_steps: int | None) -> None:
+        self.folder: Path | None = None  # the run folder, once it is known
+        self.note: str | None = None
+        self._device = device
+        self._rank = rank
+        self._schedule = choose_schedule(total_steps)
+        self._profiler: profile | None = None
+        self._steps = 0
+        self._over = self._schedule is None
+        if self._over:
+            self.give_up("a window needs at least two steps")
+
+    @property
+    def recording(self) -> bool:
+        """The current step is being recorded."""
+        return self._profiler is not None and self._profiler.current_action in (
+            ProfilerAction.RECORD,
+            ProfilerAction.RECORD_AND_SAVE,
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Record nothing in this run."""
+        self._over, self.note = True, f"no trace: {reason}"
+
+    def begin(self) -> None:
+        """The first step of the run, or of an epoch, is about to begin."""
+        if self._schedule is not None and self._steps == self._schedule.wait:
+            self._open()
+
+    def after_step(self) -> bool:
+        """A step is over; True if the window took time between steps that belongs to none of them."""
+        if self._over:
+            return False
+        assert self._schedule is not None
+        self._steps += 1
+        if self._profiler is None:
+            if self._steps == self._schedule.wait:
+                self._open()
+                return True
+            return False
+        if self._steps == sum(self._schedule):
+            self.close()
+        else:
+            self._profiler.step()
+        return True
+
+    def close(self) -> None:
+        """Stop recording and write down what there is; later calls do nothing."""
+        if self._over:
+            return
+        self._over = True
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            self.note = f"no trace: the run ended after {self._steps} steps, before the window opened"
+            return
+        assert self._schedule is not None
+        recorded = self._steps - self._schedule.wait - self._schedule.warmup
+        try:
+            profiler.stop()
+            if recorded < 1:
+                self.note = "no trace: the run ended while the profiler warmed up"
+                return
+            self._export(profiler)
+            first = self._schedule.wait + 1
+            self.note = (
+                f"torch.profiler ran in steps {first} to {self._steps}, which made them slower: trace-rank*.json.gz "
+                f"holds the last {recorded} of them"
+            )
+        except (OSError, RuntimeError, FramewormError) as error:
+            self.note = f"the trace of rank {self._rank} was lost: {error}"
+            log.warning("%s; training goes on", self.note)
+
+    def _open(self) -> None:
+        schedule = self._schedule
+        assert schedule is not None
+        if self._over or self._profiler is not None:
+            return
+        if torch._C._autograd._profiler_enabled():  # starting a second one would silently end the first
+            self.give_up("another torch.profiler is running")
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+
+        def action(step: int) -> ProfilerAction:
+            # Never RECORD_AND_SAVE: the window is closed by hand, so that a run may end within it.
+            return ProfilerAction.WARMUP if step < schedule.warmup else ProfilerAction.RECORD
+
+        try:
+            self._profiler = profile(activities=activities, schedule=action, profile_memory=True)
+            self._profiler.start()
+        except RuntimeError as error:
+            self._profiler = None
+            self.give_up(f"torch.profiler did not start: {error}")
+            log.warning("%s", self.note)
+
+    def _export(self, profiler: profile) -> None:
+        """Write the trace as a whole or not at all, and beside it what it says."""
+        assert self.folder is not None, "write_to comes before the first step"
+        final = self.folder / f"trace-rank{self._rank}.json.gz"
+        with tempfile.TemporaryDirectory(prefix=".trace-", dir=self.folder) as temporary:
+            plain = Path(temporary) / "trace.json"
+            profiler.export_chrome_trace(str(plain))
+            if not plain.exists():
+                raise OSError(f"torch.profiler could not write to {self.folder}")
+            summary = read_trace(plain)
+            with (
+                plain.open("rb") as source,
+                replacing(final) as target,
+                gzip.GzipFile("", "wb", _COMPRESSION, target, mtime=0) as packed,
+            ):
+                shutil.copyfileobj(source, packed, 1 << 20)
+        summary.source = final.name
+        summary.rank = self._rank
+        write_atomic(self.folder / f"trace-rank{self._rank}-summary.json", json.dumps(summary.to_dict(), indent=1))
+
+
+class _RecordedRanges:
+    """record_function as a pair of functions."""
+
+    def __init__(self) -> None:
+        self._open: list[record_function] = []
+
+    def push(self, name: str) -> None:
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
+
+    def pop(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+class RangedClock:
+    """A step clock that also opens named ranges and steps the trace window. What it does not know, the clock does."""
+
+    def __init__(self, clock: StepClock, window: TraceWindow | None, ranges: PhaseRanges | None) -> None:
+        self._clock = clock
+        self._window = window
+        self._ranges = ranges
+        recorded = _RecordedRanges()
+        self._recorded = PhaseRanges(recorded.push, recorded.pop, PREFIX)
+        self.max_steps_ahead = clock.max_steps_ahead
+        self.divide = clock.divide
+
+    @property
+    def note(self) -> str | None:
+        return self._clock.note
+
+    def record_buckets(self) -> BucketRecorder:
+        return self._clock.record_buckets()
+
+    def start(self) -> None:
+        if self._window is not None:
+            self._window.begin()
+        self._clock.start()
+        self._begin()
+
+    def mark(self, name: str) -> None:
+        self._clock.mark(name)
+        self._marked(name)
+
+    def split(self, shares: Mapping[str, float]) -> None:
+        self._clock.split(shares)
+        self._marked(REPLAY)
+
+    def end_step(self, payload: Any, scalars: tuple[torch.Tensor | None, ...]) -> list[Timed]:
+        timed = self._clock.end_step(payload, scalars)
+        self._recorded.end_step()
+        if self._ranges is not None:
+            self._ranges.end_step()
+        if self._window is not None and self._window.after_step():
+            self._clock.start()
+        self._begin()
+        return timed
+
+    def drain(self) -> list[Timed]:
+        # A checkpoint or the end of the epoch follows, which no step foresees.
+        self._recorded.pause()
+        if self._ranges is not None:
+            self._ranges.pause()
+        return self._clock.drain()
+
+    def close(self) -> None:
+        """The run is over."""
+        self._recorded.end()
+        if self._ranges is not None:
+            self._ranges.end()
+        if self._window is not None:
+            self._window.close()
+
+    def _begin(self) -> None:
+        if self._window is not None and self._window.recording:
+            self._recorded.begin()
+        if self._ranges is not None:
+            self._ranges.begin()
+
+    def _marked(self, name: str) -> None:
+        self._recorded.mark(name)
+        if self._ranges is not None:
+            self._ranges.mark(name)
+
+
+class Windows:
+    """What `observe.trace` and `observe.nvtx` ask for in one run."""
+
+    def __init__(self, config: ObserveConfig, device: torch.device, rank: int, total_steps: int | None) -> None:
+        self._window = TraceWindow(device, rank, total_steps) if config.trace == "window" else None
+        functions = nvtx_functions() if config.nvtx else None
+        self._ranges = None if functions is None else PhaseRanges(*functions)
+        self._clock: RangedClock | None = None
+        self._missing = "no NVTX ranges: there is no CUDA device" if config.nvtx and functions is None else None
+
+    def around(self, clock: StepClock) -> StepClock:
+        """The clock the loop should use: the given one where nothing was asked for."""
+        if self._window is None and self._ranges is None:
+            return clock
+        self._clock = RangedClock(clock, self._window, self._ranges)
+        return self._clock
+
+    def write_to(self, folder: Path | None) -> None:
+        """Where traces go; without a folder none is recorded."""
+        if self._window is None:
+            return
+        self._window.folder = folder
+        if folder is None:
+            self._window.give_up("the run has no folder to put it into")
+
+    def close(self) -> list[str | None]:
+        """Close what is open, write down the trace, and return the notes of the run."""
+        if self._clock is not None:
+            self._clock.close()
+        return [self._missing, None if self._window is None else self._window.note]

@@ -1,0 +1,74 @@
+"""The campaign of planted faults: its own arithmetic, and a sample of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MODULES = ("diagnosis", "planted", "planted_gpu", "harness")
+
+
+@pytest.fixture
+def diagnosis(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import diagnosis
+
+    yield diagnosis
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def outcome(verdict: str, *warnings: str) -> dict[str, Any]:
+    findings = [{"code": code, "severity": "warning", "share": 0.2} for code in warnings]
+    return {"verdict": verdict, "findings": findings, "wall_s": 1.0}
+
+
+def test_there_are_enough_cases_of_every_kind(diagnosis: ModuleType) -> None:
+    from frameworm.diagnose.rules import CODES
+
+    cases = diagnosis.CASES.values()
+    assert len(cases) >= 20
+    assert sum(case.expected == "healthy" for case in cases) >= 4
+    assert all(case.expected in (*CODES, "healthy") for case in cases)
+    # What needs another run to compare with, or says nothing bad, is not planted.
+    unplanted = set(CODES) - {case.expected for case in cases}
+    assert unplanted == {"negative_scaling", "compute_bound", "memory_underused"}
+
+
+def test_right_and_wrong_are_counted(diagnosis: ModuleType) -> None:
+    summary = diagnosis.summarise(
+        {
+            "leak": [outcome("memory_growth", "memory_growth"), outcome("healthy")],
+            "healthy_compute": [outcome("healthy"), outcome("input_bound", "input_bound")],
+        }
+    )
+    assert summary["confusion"] == {
+        "memory_growth": {"memory_growth": 1, "healthy": 1},
+        "healthy": {"healthy": 1, "input_bound": 1},
+    }
+    assert (summary["runs"], summary["right"], summary["accuracy"]) == (4, 2, 0.5)
+    assert summary["false_findings_on_healthy"] == {"healthy_compute": ["input_bound"]}
+
+
+def test_a_case_that_hangs_is_ended_and_counts_as_failed(diagnosis: ModuleType) -> None:
+    found = diagnosis.run_case(diagnosis.Case("leak", "memory_growth", "", lambda folder, rank: None, deadline_s=0.5))
+    assert found["verdict"] == "failed"
+    assert "still running" in found["problem"]
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_campaign_is_judged_right(tmp_path: Path) -> None:
+    cases = "slow_dataset,print_every_step,checkpoint_sync,healthy_compute"
+    command = [sys.executable, str(BENCHMARKS / "diagnosis.py"), "--cases", cases, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "diagnosis-cpu.json").read_text())["results"]["summary"]
+    assert (summary["runs"], summary["right"]) == (4, 4)

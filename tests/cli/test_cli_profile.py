@@ -1,0 +1,372 @@
+"""`frameworm profile` and `diagnose` as a user meets them: scripts that know nothing of it, and what they leave."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import pytest
+
+from frameworm.records.schema import StepRecord
+from frameworm.records.store import RunFolder
+from frameworm.records.writer import read_steps
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+CONFIGS = EXAMPLES.parent / "configs"
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+LONG_S = 110
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def plainly(script: Path, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The script as Python runs it, for comparison."""
+    return subprocess.run(
+        [sys.executable, str(script), *args],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def assert_complete(folder: Path, ranks: int = 1) -> tuple[dict[str, Any], list[StepRecord]]:
+    for name in ("summary.json", "summary.txt", "report.html"):
+        assert (folder / name).stat().st_size > 0
+    assert sorted(RunFolder.open(folder).step_files()) == list(range(ranks))
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["source"] == "attached"
+    assert sum(phase["share"] for phase in summary["phases"].values()) == pytest.approx(1.0, abs=0.02)
+    return summary, read_steps(folder / "steps-rank0.jsonl")
+
+
+SURROUNDINGS = """
+    import atexit, sys
+    atexit.register(lambda: print("last words"))
+    print(__name__, __file__, sys.argv, sys.path[0], __spec__, __package__, sys.modules["__main__"].__name__)
+    print(sys.excepthook is sys.__excepthook__, "torch" in sys.modules)
+    print("to stderr", file=sys.stderr)
+    import beside
+"""
+
+
+def test_script_finds_itself_as_under_python(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("print('imported', __name__)\n")
+    script = write(folder, SURROUNDINGS)
+    relative = script.relative_to(tmp_path)
+    plain = plainly(relative, "--out", "x", "y", cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    done = cli("profile", "--out", tmp_path / "run", relative, "--out", "x", "y", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, plain.stdout)
+    assert done.stderr.startswith("to stderr\n")
+    assert "has not imported torch" in done.stderr
+    assert str(tmp_path / "run") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("sys.exit('no data')", 1),
+        ("raise ValueError('mine') from KeyError('cause')", 1),
+        ("def broken(:", 1),
+    ],
+)
+def test_exit_code_and_traceback_are_the_scripts_own(line: str, code: int, cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, f"import sys\nprint('began')\n{line}\n")
+    plain = plainly(script)
+    done = cli("profile", "--out", tmp_path / "run", script)
+    assert (done.returncode, done.stdout) == (code, plain.stdout)
+    assert done.returncode == plain.returncode
+    assert done.stderr.startswith(plain.stderr)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_interrupt_exits_with_130(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "frameworm", "profile", "--out", str(tmp_path / "run"), str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert stderr.startswith("Traceback")
+    assert "frameworm/observe" not in stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "give a script or a config"),
+        (["--config", "a.yaml", "b.py"], "give a script or a config"),
+        (["missing.py"], "missing.py does not exist"),
+        (["."], "is a folder"),
+        (["--set", "a=b", "missing.py"], "--set changes a config"),
+    ],
+)
+def test_usage_errors(args: list[str], words: str, cli: Cli, tmp_path: Path) -> None:
+    done = cli("profile", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_used_folder_is_refused_before_the_script_runs(cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, "print('ran')\n")
+    done = cli("profile", "--out", tmp_path, script)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not empty" in done.stderr
+
+
+def test_json_comes_after_the_scripts_output(cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, "import atexit\natexit.register(lambda: print('bye'))\nprint('hello')\n")
+    done = cli("profile", "--json", script, cwd=tmp_path)
+    hello, bye, summary = done.stdout.splitlines()
+    assert (hello, bye) == ("hello", "bye")
+    record = json.loads(summary)
+    assert record["verdict"] == "inconclusive"
+    assert Path(record["run_dir"]).parent == tmp_path / "runs"
+    assert Path(record["run_dir"]).name.startswith("profile-script-")
+
+
+def test_children_of_the_script_do_not_sum_up(cli: Cli, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing, os, sys
+        def work(x):
+            return x * 2
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(work, [1, 2]))
+            if os.fork() == 0:
+                sys.exit(3)
+            print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        """,
+    )
+    done = cli("profile", "--out", tmp_path / "run", script)
+    assert (done.returncode, done.stdout) == (0, "[2, 4]\n3\n")
+    assert done.stderr.count("verdict") == 1
+
+
+TRAINING = """
+    import os, sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.ones(240, 4)), 4), start=1):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+        if number == 40 and sys.argv[1] == "raise":
+            model(torch.ones(1, 3))
+        if number == 40 and sys.argv[1] == "_exit":
+            time.sleep(1)
+            os._exit(9)
+"""
+
+
+@pytest.mark.slow
+def test_crash_leaves_the_records_up_to_then(cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, TRAINING)
+    plain = plainly(script, "raise")
+    done = cli("profile", "--out", tmp_path / "run", script, "raise", timeout_s=LONG_S)
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr.startswith(plain.stderr)  # no frame of ours in the traceback
+    summary, steps = assert_complete(tmp_path / "run")
+    assert summary["status"] == "failed"
+    assert summary["steps"] == len(steps) == 40
+    assert summary["batch"] == {"micro": 4, "accumulation": 1, "world_size": 1, "global": 4}
+
+
+@pytest.mark.slow
+def test_steps_of_a_process_that_was_ended_can_be_judged(cli: Cli, tmp_path: Path) -> None:
+    done = cli("profile", "--out", tmp_path / "run", write(tmp_path, TRAINING), "_exit", timeout_s=LONG_S)
+    assert done.returncode == 9
+    assert len(read_steps(tmp_path / "run" / "steps-rank0.jsonl")) >= 35
+    judged = cli("diagnose", tmp_path / "run", "--json")
+    answer = json.loads(judged.stdout)
+    assert judged.returncode == (3 if answer["verdict"] == "inconclusive" else 0)
+    assert "no summary" in answer["notes"][0]
+    assert answer["steps"] >= 35
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package", "steps", "accumulation"),
+    [
+        ("plain_loop", "torch", 120, 1),
+        ("accumulation_loop", "torch", 40, 4),
+        ("lightning_example", "lightning", 60, 1),
+        ("accelerate_example", "accelerate", 80, 2),
+    ],
+)
+def test_examples_give_the_same_results(
+    name: str, package: str, steps: int, accumulation: int, cli: Cli, tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    script = EXAMPLES / f"{name}.py"
+    assert "import frameworm" not in script.read_text()
+    plain = plainly(script, cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    done = cli("profile", "--out", tmp_path / "run", script, timeout_s=LONG_S, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert done.stderr.startswith(plain.stderr)
+    for word in ("mean step, by phase", "forward", "verdict", str(tmp_path / "run")):
+        assert word in done.stderr
+    summary, records = assert_complete(tmp_path / "run")
+    assert summary["steps"] == len(records) == steps
+    assert summary["batch"]["accumulation"] == accumulation
+    assert summary["unseen"] == []
+    assert {"data_wait", "forward", "backward", "optimizer"} <= set(summary["phases"])
+    assert ("validation" in summary["phases"]) == (name in ("plain_loop", "lightning_example"))
+
+
+def torchrun(script: Path, folder: Path, *args: str, profile: bool = True) -> subprocess.CompletedProcess[str]:
+    """Two ranks to their end, or to a deadline; nothing of them is left behind."""
+    from conftest import kill_tree
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "frameworm", "profile", "--out", str(folder)] if profile else []
+    process = subprocess.Popen(
+        [*command, str(script), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    family: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + LONG_S
+        while process.poll() is None and len(family) < 2 and time.monotonic() < deadline:
+            family = psutil.Process(process.pid).children()
+            time.sleep(0.1)
+        stdout, stderr = process.communicate(timeout=LONG_S)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        raise
+    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_of_torchrun_share_a_folder(tmp_path: Path) -> None:
+    script = EXAMPLES / "ddp_example.py"
+    plain = torchrun(script, tmp_path / "none", profile=False)
+    assert plain.returncode == 0, plain.stderr
+    done = torchrun(script, tmp_path / "run", "--slow-rank", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    assert done.stderr.count("mean step, by phase") == 1
+    summary, first = assert_complete(tmp_path / "run", ranks=2)
+    second = read_steps(tmp_path / "run" / "steps-rank1.jsonl")
+    assert len(first) == len(second) == 40
+    assert summary["batch"] == {"micro": 32, "accumulation": 1, "world_size": 2, "global": 64}
+    assert summary["strategy"] == "ddp"
+    # Rank 0 waits for the gradients of rank 1, which sleeps 30 ms before its forward.
+    exposed = median(step.phases["communication_exposed"] for step in first[5:-1])
+    assert exposed > 0.025
+    assert median(step.phases["other"] for step in second) > 0.029
+    assert summary["communication"]["slowest_rank"] == 1
+    assert summary["communication"]["rank_wait_s"] > 0.02
+    assert summary["verdict"] == "straggler"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_failure_of_one_rank_is_torchruns_failure(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        import torch
+        if os.environ["RANK"] == "1":
+            sys.exit(5)
+        """,
+    )
+    done = torchrun(script, tmp_path / "run")
+    assert done.returncode == 1
+    assert "exitcode  : 5" in done.stderr
+
+
+@pytest.mark.slow
+def test_options_of_a_script_run(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        "profile",
+        *("--trace", "--nvtx", "--steps", "30", "--out", tmp_path / "run"),
+        EXAMPLES / "plain_loop.py",
+        *("--workers", "1", "--epochs", "1"),
+        timeout_s=LONG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nsys profile" in done.stderr
+    summary, steps = assert_complete(tmp_path / "run")
+    assert summary["steps"] == 30
+    assert [step.step for step in steps] == [*range(1, 11), *range(18, 31)]  # without those that were traced
+    assert (tmp_path / "run" / "trace-rank0.json.gz").exists()
+    assert any("first 30 steps" in note for note in summary["notes"])
+    assert summary["environment"]["num_workers"] == 1
+    trace = cli("diagnose", tmp_path / "run" / "trace-rank0.json.gz")
+    assert trace.returncode == 0
+    assert "operators by host time" in trace.stdout
+
+
+@pytest.mark.slow
+def test_profile_of_a_config_and_its_diagnosis(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        "profile",
+        *("--config", CONFIGS / "quickstart.yaml", "--steps", "25", "--out", tmp_path / "run", "--json"),
+        timeout_s=LONG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 25
+    assert summary["source"] == "engine"
+    assert "mean step, by phase" in done.stderr
+    judged = cli("diagnose", tmp_path / "run", "--json")
+    answer = json.loads(judged.stdout)
+    assert answer["verdict"] == summary["verdict"]
+    assert {"code", "severity", "share", "evidence", "remedies", "expected_speedup"} <= set(answer["findings"][0])
+    assert judged.returncode == (3 if answer["verdict"] == "inconclusive" else 0)
+
+
+def test_diagnose_refuses_what_is_no_run(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "no.json").write_text("{}")
+    refused = {tmp_path / "missing": "does not exist", tmp_path: "is not a run", tmp_path / "no.json": "no.json"}
+    for path, word in refused.items():
+        done = cli("diagnose", path)
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,233 @@
+"""The analyzer: it finds what was planted, measures it, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from frameworm.distributed import (
+    BottleneckAnalyzer,
+    OptimizedDataLoader,
+    benchmark_training_step,
+    measure_optimization_effectiveness,
+    profile_memory_usage,
+)
+from frameworm.errors import DataError, DeviceError
+
+
+class Counting(nn.Module):
+    """Dropout, batch norm and a counter: everything a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+        self.calls = 0
+        self.frozen = nn.Linear(2, 2)
+        self.frozen.eval()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.lately = inputs.shape
+        return self.body(inputs)
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Draws from every generator there is, and from one of its own."""
+
+    def __init__(self, delay_s: float = 0.0, samples: int = 96) -> None:
+        self.delay_s = delay_s
+        self.samples = samples
+        self.own = random.Random(5)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        time.sleep(self.delay_s)
+        shift = random.random() + np.random.rand() + self.own.random()
+        return torch.randn(8) + shift, index % 3
+
+
+def state_of(model: Counting, optimizer: torch.optim.Optimizer, data: Noisy) -> Any:
+    state = {
+        "model": model.state_dict(),
+        "grads": [item.grad for item in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "plain": (model.calls, hasattr(model, "lately")),
+        "optimizer": optimizer.state_dict(),
+        "data": (data.reads, data.own.getstate()),
+        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+    }
+    return copy.deepcopy(state)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+def test_nothing_is_changed(used: bool, ours: bool) -> None:
+    torch.manual_seed(1)
+    model, data = Counting(), Noisy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(7)
+    loader: Any = (
+        OptimizedDataLoader.create(data, 12, num_workers=0, seed=3)
+        if ours
+        else DataLoader(data, 12, shuffle=True, generator=generator)
+    )
+    running = iter(loader)
+    if used:  # in the middle of an epoch, gradients at hand
+        for _ in range(2):
+            inputs, targets = next(running)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    else:
+        next(running)
+    parameters = list(model.parameters())
+    pointers = [item.data_ptr() for item in parameters]
+    before, drawn = state_of(model, optimizer, data), generator.get_state()
+
+    BottleneckAnalyzer(model, loader, "cpu", optimizer=optimizer, budget_s=1.0).analyze()
+
+    assert_same(before, state_of(model, optimizer, data))
+    assert torch.equal(generator.get_state(), drawn)
+    assert [item.data_ptr() for item in parameters] == pointers
+    # The epoch that was under way goes on as it would have.
+    rest = [batch[0] for batch in running]
+    assert len(rest) == 8 - (2 if used else 1)
+
+
+def test_training_afterwards_is_bitwise_the_same() -> None:
+    def train(analyzed: bool) -> tuple[Any, list[float]]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model, data = Counting(), Noisy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(data, 12, shuffle=True)
+        if analyzed:
+            BottleneckAnalyzer(model, loader, optimizer=optimizer, budget_s=1.0).analyze()
+        losses = []
+        for inputs, targets in loader:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return model.state_dict(), losses
+
+    assert_same(train(False), train(True))
+
+
+def test_a_slow_data_set_is_found_and_its_gain_measured() -> None:
+    torch.manual_seed(0)
+    loader = DataLoader(Noisy(delay_s=0.005), 8)  # 40 ms per batch
+    found = BottleneckAnalyzer(nn.Sequential(nn.Linear(8, 3)), loader, "cpu", budget_s=6.0).analyze()
+    assert found["verdict"] == "input_bound"
+    finding = found["findings"][0]
+    assert set(finding) == {"code", "severity", "share", "evidence", "remedies", "expected_speedup"}
+    assert finding["expected_speedup"]["basis"] == "measured"
+    assert finding["expected_speedup"]["value"] > 1
+    assert found["data_loading"]["wait_ms"] > 39
+    assert found["data_loading"]["tried_workers"] is not None
+    assert found["experiments"]["step_ms"]["as_is"]["value"] > found["compute"]["time_ms"]
+    assert {"time_ms", "throughput"} == set(found["compute"])
+    assert {"time_ms", "bandwidth_gbps", "param_size_mb"} == set(found["communication"])
+    assert {"allocated_gb", "reserved_gb", "peak_gb", "total_gb", "usage_pct"} == set(found["memory"])
+    assert found["communication"]["time_ms"] == 0.0
+    assert found["communication"]["bandwidth_gbps"] is None
+
+
+def test_batches_that_cannot_be_cut_are_said_to_be_skipped() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.inputs, self.targets = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+
+    def loss_fn(model: nn.Module, batch: Own) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch.inputs), batch.targets)
+
+    found = BottleneckAnalyzer(nn.Linear(8, 3), [Own()] * 20, "cpu", loss_fn=loss_fn, budget_s=1.0).analyze()
+    assert set(found["experiments"]["skipped"]) == {"half_batch", "double_batch"}
+    assert found["data_loading"]["num_workers"] is None
+
+
+def test_what_cannot_be_analyzed_is_refused() -> None:
+    data = TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(DataError, match="iterator"):
+        BottleneckAnalyzer(nn.Linear(8, 3), iter(DataLoader(data, 4)), "cpu").analyze()
+    with pytest.raises(DeviceError, match="move it there first"):
+        BottleneckAnalyzer(nn.Linear(8, 3), DataLoader(data, 4), "cuda:0")
+    with pytest.raises(DataError, match="no batch"):
+        BottleneckAnalyzer(nn.Linear(8, 3), [], "cpu").analyze()
+
+
+def _two_ranks(rank: int, world_size: int, wrapped: bool) -> Any:
+    torch.manual_seed(rank)  # ranks may differ: nothing is to be broadcast for good
+    model: nn.Module = nn.Sequential(nn.Linear(8, 20_000), nn.Linear(20_000, 3))
+    if wrapped:
+        model = nn.parallel.DistributedDataParallel(model)
+    before = copy.deepcopy(model.state_dict())
+    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+    found = BottleneckAnalyzer(model, DataLoader(data, 4), "cpu", budget_s=4.0).analyze()
+    assert_same(before, model.state_dict())
+    assert all(item.grad is None for item in model.parameters())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_two_ranks_measure_what_communication_costs(run_ranks: Any, wrapped: bool) -> None:
+    found, other = run_ranks(_two_ranks, args=(wrapped,), timeout_s=100)
+    assert "no_sync" in found["experiments"]["step_ms"]
+    assert found["communication"]["time_ms"] > 0
+    assert found["experiments"]["rounds"] == other["experiments"]["rounds"]
+    if not wrapped:  # no hook of ours sees what somebody else's DDP sends
+        assert found["communication"]["bandwidth_gbps"] > 0
+
+
+def test_small_helpers_leave_no_trace_either() -> None:
+    torch.manual_seed(2)
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = (torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
+    data = Noisy()
+    before = state_of(model, optimizer, data)
+    timed = benchmark_training_step(model, batch, optimizer=optimizer, steps=5)
+    memory = profile_memory_usage(model, batch, optimizer=optimizer)
+    compared = measure_optimization_effectiveness(model, batch, {}, {"clip_norm": 1.0}, budget_s=1.0)
+    assert_same(before, state_of(model, optimizer, data))
+    assert timed["steps"] == 5
+    assert timed["step_ms"]["min"] <= timed["step_ms"]["p50"]
+    assert sum(timed["phases_ms"].values()) == pytest.approx(timed["step_ms"]["mean"], rel=0.02)
+    count = sum(item.numel() for item in model.parameters())
+    assert memory["parameters"] == 4 * count
+    assert memory["optimizer"] >= 8 * sum(item.numel() for item in model.body.parameters())
+    assert memory["activations"] is not None
+    assert memory["activations"] > 16 * 16 * 4
+    assert compared["speedup"]["low"] <= compared["speedup"]["value"] <= compared["speedup"]["high"]
