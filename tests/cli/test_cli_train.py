@@ -122,7 +122,7 @@ def test_training_ends_with_its_summary(run: Run) -> None:
 def test_run_folder_holds_what_is_promised(run: Run) -> None:
     names = {path.name for path in run.folder.iterdir()}
     files = {"config.yaml", "steps-rank0.jsonl", "epochs.csv", "summary.json", "summary.txt", "report.html"}
-    assert names == {*files, "checkpoints"}
+    assert names == {*files, "checkpoints", "system-rank0.jsonl"}
     newest = (run.folder / "checkpoints" / "latest").read_text().strip()
     assert (run.folder / "checkpoints" / f"{newest}.pt").is_file()
     assert [step.step for step in read_steps(run.folder / "steps-rank0.jsonl")] == [1, 2, 3, 4]
@@ -159,7 +159,7 @@ def test_summary_has_every_key(run: Run) -> None:
     spread = throughput["step_s"]
     assert set(spread) == {"mean", "std", "min", "max", "p50", "p95", "p99"}
     assert 0 < spread["min"] <= spread["p50"] <= spread["p95"] <= spread["p99"] <= spread["max"]
-    assert set(summary["communication"]) == {"total_s", "exposed_s", "bytes_per_step"}
+    assert set(summary["communication"]) >= {"total_s", "exposed_s", "bytes_per_step"}
     assert summary["memory"]["peak_bytes"] > 2**20
     assert 0 < summary["padding_waste"] < 1
     assert set(summary["quality"]) == {"train_loss", "val_loss", "val_accuracy"}

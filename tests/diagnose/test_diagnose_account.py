@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from planted import COMPUTE, make_steps
+from planted_facts import COMPUTE, make_steps
 
 from frameworm.diagnose.account import BIN_LIMIT, StepAccount
 from frameworm.diagnose.cost import SHARES, expected_speedup, severity_of, undecided

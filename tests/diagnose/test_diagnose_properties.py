@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import make_record, make_steps
+from planted_facts import make_record, make_steps
 
 from frameworm.diagnose.cost import SEVERITIES
 from frameworm.diagnose.rules import CODES, judge

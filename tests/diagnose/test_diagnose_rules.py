@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from planted import (
+from planted_facts import (
     COMPUTE,
     GIB,
     around,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planted import GIB, around, gpu_system, make_record, make_steps
+from planted_facts import GIB, around, gpu_system, make_record, make_steps
 
 from frameworm.diagnose.targets import grade_targets
 from frameworm.records.schema import Batch, CheckpointStatistics, Memory, RunRecord

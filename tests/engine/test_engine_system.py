@@ -46,7 +46,12 @@ class Pause(Callback):
             time.sleep(self._seconds)
 
 
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("frameworm-")}
+
+
 def test_the_machine_is_in_the_summary_and_beside_it(tmp_path: Path) -> None:
+    before = _threads()
     record, _ = train(tmp_path / "run", Pause(10, 0.3), system_interval_s=0.1)
     assert record.system is not None
     assert record.system.samples >= 2
@@ -56,7 +61,7 @@ def test_the_machine_is_in_the_summary_and_beside_it(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["system"]["rss_bytes"]["max"] == record.system.rss_bytes.max
     assert summary["system"]["gpu_busy"] is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("frameworm-")]
+    assert not _threads() - before
 
 
 def test_a_step_that_stands_out_is_kept_with_its_phases(tmp_path: Path) -> None:
@@ -99,9 +104,10 @@ def test_a_failing_run_ends_its_sampler(tmp_path: Path) -> None:
         def on_step(self, step: StepRecord) -> None:
             raise ZeroDivisionError
 
+    before = _threads()
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run", Fails())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("frameworm-")]
+    assert not _threads() - before
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["system"]["samples"] >= 1
 
 

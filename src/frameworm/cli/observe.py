@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.train import log_to_screen
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -120,13 +121,14 @@ def _profile_config(
     observed = [f"observe.nvtx={str(nvtx).lower()}"] if nvtx else []
     observed += ["observe.trace=window"] if trace else []
     loaded = load_config(config, [f"training.max_steps={steps}", *observed, *settings])
-    from frameworm.engine.run import run
     from frameworm.launch.environment import detect
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import cleanup
+    from frameworm.tune.config_analysis import analyze_config
 
+    log_to_screen(detect().rank == 0)
     with worker_errors():
-        record = run(loaded, out=out or "auto")
+        record = analyze_config(loaded, steps, out=out or "auto")
         if detect().rank == 0:
             if nvtx:
                 _print_nsys()

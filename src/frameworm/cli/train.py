@@ -126,7 +126,7 @@ def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str 
     from frameworm.launch.process_group import cleanup
 
     leads = plan.process.rank == 0
-    _log_to_screen(leads)
+    log_to_screen(leads)
     if config.observe.progress == "auto":
         config.observe.progress = True
     with worker_errors():
@@ -165,7 +165,7 @@ def _show(record: object, as_json: bool) -> None:
     print(json.dumps(record.to_dict()) if as_json else render_text(record), flush=True)
 
 
-def _log_to_screen(leads: bool) -> None:
+def log_to_screen(leads: bool) -> None:
     """What the engine has to say goes to the screen, once for all ranks."""
     log = logging.getLogger("frameworm")
     handler = logging.StreamHandler()
@@ -186,7 +186,7 @@ def evaluate(
     """
     from frameworm.engine.run import evaluate_run
 
-    _log_to_screen(True)
+    log_to_screen(True)
     step, result = evaluate_run(run, settings)
     if as_json:
         print(json.dumps({"run": str(run), "step": step, **result._asdict()}))

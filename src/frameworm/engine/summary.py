@@ -148,6 +148,8 @@ def judge_run(record: RunRecord, tally: Tally, config: Config) -> None:
     """Put verdict and findings into the record; a run that ended well is not lost to a fault in judging it."""
     try:
         judgement = judge(record, steps=tally.account, config=config, trace=_trace_of(record))
+        if record.status == "failed" and judgement.verdict == "inconclusive":
+            return  # it has other troubles than its speed
         apply_judgement(record, judgement)
     except Exception as error:
         log.warning("the run could not be judged", exc_info=True)

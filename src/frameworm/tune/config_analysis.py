@@ -62,6 +62,7 @@ def analyze_config(
     # A profile of a few steps says nothing about saving, except by its own folder's last checkpoint.
     kept = _Account()
     record = run(short, out=out, callbacks=[kept])
+    log.info("trying what remedies would gain, for about %.0f s", budget_s)
     analysis = _experiments(short, budget_s)
     if isinstance(analysis, str):
         record.notes.append(analysis)

@@ -26,6 +26,8 @@ HALF_BATCH, DOUBLE_BATCH, WORKERS = "half_batch", "double_batch", "other_workers
 RESAMPLES = 2_000
 WARM_UP_STEPS = 3
 FEWEST_BLOCK_STEPS, MOST_BLOCK_STEPS = 4, 40
+FIRST_LOOK_STEPS = 2
+HOPELESS = 5.0  # times as slow; twice the batch takes twice the time
 FEWEST_ROUNDS, ROUNDS = 3, 7
 
 
@@ -167,7 +169,7 @@ def run_rounds(
         names = list(variants)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            count = steps.get(name) or FEWEST_BLOCK_STEPS
+            count = steps.get(name) or FIRST_LOOK_STEPS
             try:
                 timed = variants[name].run(bench, count)
             except torch.OutOfMemoryError:
@@ -179,6 +181,7 @@ def run_rounds(
             if name == AS_IS and number:
                 measured.as_is += timed
         if number == 0:  # shows what a step costs, and how many a block may have
+            _drop_hopeless(bench, variants, times, longest, measured)
             variants.update(more(times))
             share_s = 0.9 * budget_s / (ROUNDS + 1) / len(variants)
             for name, variant in variants.items():
@@ -190,3 +193,14 @@ def run_rounds(
         spent_s = bench.agreed(perf_counter() - began)
         if number >= FEWEST_ROUNDS and spent_s + bench.agreed(perf_counter() - round_began) > budget_s:
             break
+
+
+def _drop_hopeless(
+    bench: Bench, variants: dict[str, Variant], times: Mapping[str, float], longest: str, measured: Measured
+) -> None:
+    """What is many times slower at the first look would only use up the time of the others."""
+    for name in [name for name in variants if name in times and name != longest]:
+        slower = bench.agreed(times[name] / times[longest])
+        if slower > HOPELESS:
+            measured.skipped[name] = f"its step takes {slower:.0f} times as long at the first look"
+            del variants[name]
