@@ -28,6 +28,8 @@ from frameworm.parallel import replicated
 from frameworm.parallel.replicated import DDPStrategy
 from frameworm.records.schema import StepRecord
 
+pytestmark = pytest.mark.timing
+
 WARM_UP = 5
 STEPS = 25
 WAIT_S = 0.05

@@ -17,6 +17,8 @@ from frameworm import Trainer
 from frameworm.engine.state import TrainingState
 from frameworm.records.schema import StepRecord
 
+pytestmark = pytest.mark.timing
+
 WAIT_S = 0.03
 STEPS = 12
 WARM_UP = 3

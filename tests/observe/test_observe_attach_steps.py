@@ -22,6 +22,8 @@ from frameworm.observe.attach_hooks import install
 from frameworm.observe.attach_watch import Watch, leading_size
 from frameworm.records.schema import PHASES, StepRecord
 
+pytestmark = pytest.mark.timing
+
 DELAY_S = 0.03
 TOLERANCE_S = 0.003  # a tenth of the delay
 
