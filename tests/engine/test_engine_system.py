@@ -15,7 +15,7 @@ from workbench import classification, make_optimizer, mlp, parameters
 
 from frameworm import Callback, PerformanceMonitor, RunRecord, Trainer
 from frameworm.config.schema import Config
-from frameworm.errors import ConfigError
+from frameworm.errors import ConfigError, MissingPackageError
 from frameworm.records.samples import read_samples
 from frameworm.records.schema import StepRecord
 from frameworm.records.writer import read_steps
@@ -126,3 +126,17 @@ def test_the_interval_is_checked() -> None:
     with pytest.raises(ConfigError, match="system_interval_s"):
         Config(observe={"system_interval_s": 0})  # type: ignore[arg-type]
     assert Config(observe={"system_interval_s": "off"}).observe.system_interval_s is None  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_begin_leaves_no_thread_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(path: Path) -> None:
+        raise MissingPackageError("tensorboard is not installed")
+
+    monkeypatch.setattr("frameworm.engine.folder.TensorBoardSink", missing)
+    before = _threads()
+    with pytest.raises(MissingPackageError):
+        train(tmp_path / "run", sinks=["jsonl", "tensorboard"])
+    assert not _threads() - before
+    assert not (tmp_path / "run").exists()

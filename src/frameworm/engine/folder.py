@@ -77,6 +77,7 @@ class RunOutput:
 
     def abandon(self) -> None:
         """Take back the folder of a run that could not begin; one with anything in it stays."""
+        self.close()
         if self.folder is not None and self._rank == 0 and not self.resumed:
             with contextlib.suppress(OSError):
                 self.folder.path.rmdir()
