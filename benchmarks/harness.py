@@ -260,6 +260,11 @@ def tell_progress(text: str) -> None:
     print(f"{perf_counter() - _BEGUN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def end_on_term() -> None:
-    """Let a time limit end the program as Ctrl-C does: what was measured by then is still written."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def end_on_term(ignored: bool = False) -> None:
+    """Let a time limit end the program as Ctrl-C does: what was measured by then is still written.
+
+    Args:
+        ignored: From now on both are ignored, while things are put in order.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignored else signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)

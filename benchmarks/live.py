@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, thread_time
 from typing import Any
 
+import psutil
 import torch
 from harness import ContenderError, Sample
 
@@ -237,14 +238,17 @@ class Live:
         self.end()
         return facts
 
-    def end(self) -> None:
-        """Stop it, gently if it listens."""
+    def end(self, patience_s: float = 20.0) -> None:
+        """Stop it, gently if it listens within the time, and whatever it started."""
         self._link.close()
-        self._process.join(20)
-        for stop in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                stop()
-                self._process.join(5)
+        self._process.join(patience_s)
+        if self._process.is_alive():
+            family = _family(self._process.pid)
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(family, timeout=5)
+            self._process.join(5)
 
     def _expect(self, kind: str) -> dict[str, Any]:
         deadline = monotonic() + self._limit_s
@@ -269,6 +273,14 @@ class Live:
 
 
 _DOING = {"ready": "warming up", "block": "training a block", "done": "ending"}
+
+
+def _family(pid: int | None) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _short(text: str, longest: int = 600) -> str:

@@ -245,9 +245,9 @@ class Field:
                 tell_progress(f"{name} failed at its end: {error}")
 
     def close(self) -> None:
-        """End whoever is still there."""
+        """End whoever is still there; nobody is waited for long."""
         for live in self.lives.values():
-            live.end()
+            live.end(patience_s=2.0)
 
 
 def summarise(field: Field, measured: dict[str, Measured], facts: Facts, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -366,7 +366,8 @@ def run_case(name: str, case: Case, data: Path, options: Options, rounds: int, o
             measured = field.measure(rounds)
             field.finish(measured)
         finally:
-            # Written also when interrupted: what was measured by then stays measured.
+            # Written also when interrupted: what was measured by then stays measured. A time limit may signal twice.
+            end_on_term(ignored=True)
             measured = {key: item for key, item in measured.items() if item.rounds}
             field.close()
             figures = summarise(field, {key: item for key, item in measured.items() if key in field.lives}, facts, plan)
@@ -406,10 +407,10 @@ def run_case(name: str, case: Case, data: Path, options: Options, rounds: int, o
 def main() -> int:
     """Run the cases asked for."""
     arguments = _arguments()
-    end_on_term()
     began = monotonic()
     fine = True
     for name in arguments.cases:
+        end_on_term()
         case = CASES[name]
         steps = arguments.steps or case.steps
         options = Options(

@@ -19,6 +19,17 @@ import psutil
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def waiting_allowed_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU test that forbade waiting for the device and failed does not take the tests after it along."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def kill_tree(pid: int) -> None:
     """End a process and all that it started, also those that left its process group."""
     try:

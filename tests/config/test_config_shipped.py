@@ -44,6 +44,8 @@ FAST = [name for name, *_ in SHIPPED if name.endswith("_fast")]
 
 # What may differ between a config and its fast twin: settings that change how fast a step is, not what it learns.
 SPEED_SETTINGS = {
+    "gpu.use_flash_attention",
+    "model.residual",  # rounding, as bf16 is
     "name",
     "data.batching",
     "data.resident",

@@ -31,6 +31,7 @@ def record(path: Path, step: Callable[[], None]) -> tuple[TraceSummary, DeviceTi
         schedule=torch.profiler.schedule(wait=1, warmup=2, active=4, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         profile_memory=True,
+        acc_events=True,  # without it torch warns, and a warning here is an error
     ) as profiler:
         for _ in range(7):
             step()

@@ -185,7 +185,11 @@ class GPUConfig(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
         default="default", description="Mode handed to torch.compile."
     )
-    use_flash_attention: bool | Auto = Field(default="auto", description="false keeps attention off the flash kernels.")
+    use_flash_attention: bool | Literal["auto", "cudnn"] = Field(
+        default="auto",
+        description="false keeps attention off the flash kernels; cudnn prefers cuDNN's, faster on Hopper but slow to "
+        "plan each new shape.",
+    )
     benchmark: bool = Field(default=True, description="Let cuDNN time its algorithms; off in deterministic mode.")
     deterministic: bool = Field(default=False, description="Same seed, same bits; wins over every faster choice.")
     capture: Annotated[Literal["off", "step", "auto"], OffWord] = Field(

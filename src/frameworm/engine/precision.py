@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from frameworm.errors import DeviceError
 from frameworm.hardware.devices import supports_bf16
 from frameworm.launch.environment import ask_for_deterministic_cublas
 
+_ATTENTION_ORDER = tuple(torch._C._get_sdp_priority_order())
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,3 +71,15 @@ def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, fla
         torch.set_float32_matmul_precision("high" if tf32 and not deterministic else "highest")
         torch.backends.cudnn.allow_tf32 = tf32 and not deterministic
     torch.backends.cuda.enable_flash_sdp(flash_attention is not False)
+    prefer_cudnn_attention(flash_attention == "cudnn" and not deterministic)
+
+
+def prefer_cudnn_attention(preferred: bool) -> None:
+    """Put cuDNN first among the kernels that torch chooses from for attention, or back where torch has it.
+
+    cuDNN plans each new shape for some tenths of a second, which is why it is not first by itself. torch's public way
+    is a context manager, and a run's kernels are chosen wherever the model is traced or called.
+    """
+    cudnn = int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
+    preferring = [cudnn, *(backend for backend in _ATTENTION_ORDER if backend != cudnn)]
+    torch._C._set_sdp_priority_order(preferring if preferred else list(_ATTENTION_ORDER))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
+from frameworm.models.bias_gelu import linear_gelu
 from frameworm.models.linear_loss import linear_cross_entropy
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
@@ -112,7 +113,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, length, width] to the same."""
         hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden)))
-        expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
+        expanded = linear_gelu(self.norm_feedforward(hidden), self.expand)
         result: Tensor = hidden + self.dropout(self.contract(expanded))
         return result
 
