@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -24,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
+from types import ModuleType
 from typing import Any
 
 import planted_gpu  # noqa: F401 - registers its cases
@@ -39,6 +41,7 @@ from frameworm.hardware.host import usable_cpus
 GOAL = 0.95
 FAILED = "failed"
 LINK_RATE = "100mbit"
+LAB = Path(__file__).parents[1] / "scripts" / "network_lab.py"
 QUIET = 0.8
 
 
@@ -57,12 +60,8 @@ def why_not(case: Case) -> str | None:
         if got < QUIET * usable:
             return f"others keep the cores busy: this process got {got:.1f} of {usable}"
     if case.needs == "root":
-        if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-            return "network namespaces need root and iproute2"
-        probe = f"fwprobe{os.getpid()}"
-        if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode != 0:
-            return "network namespaces are not allowed here"
-        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+        why: str | None = network_lab().available()
+        return why
     return None
 
 
@@ -77,28 +76,16 @@ def cores_got(seconds: float = 1.0) -> float:
     return sum(float(process.communicate()[0]) for process in processes) / seconds
 
 
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces with a limited link; yields the command prefix of each."""
-    names = [f"fw{os.getpid()}h{index}" for index in range(2)]
-
-    def call(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True)
-
-    try:
-        for name in names:
-            call("ip", "netns", "add", name)
-            call("ip", "-n", name, "link", "set", "lo", "up")
-        call("ip", "link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for index, name in enumerate(names):
-            call("ip", "-n", name, "addr", "add", f"10.78.0.{index + 1}/24", "dev", "eth0")
-            call("ip", "-n", name, "link", "set", "eth0", "up")
-            limit = ("rate", LINK_RATE, "burst", "128kb", "latency", "50ms")
-            call("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+@functools.cache
+def network_lab() -> ModuleType:
+    """scripts/network_lab.py as a module."""
+    spec = importlib.util.spec_from_file_location("network_lab", LAB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["network_lab"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -109,7 +96,9 @@ def run_case(case: Case) -> dict[str, Any]:
         address = "127.0.0.1"
         interface = "lo"
         if case.needs == "root":
-            prefixes, address, interface = stack.enter_context(two_hosts()), "10.78.0.1", "eth0"
+            lab = stack.enter_context(network_lab().NetworkLab(hosts=case.ranks, rate=LINK_RATE))
+            prefixes = [lab.prefix(rank) for rank in range(case.ranks)]
+            address, interface = lab.hosts[0].address, "eth0"
         port = _free_port()
         processes = []
         for rank, prefix in enumerate(prefixes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -13,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -130,6 +133,29 @@ def _kill(processes: list[BaseProcess]) -> None:
             kill_tree(process.pid)
         if process.pid is not None:
             process.join(10)
+
+
+@pytest.fixture(scope="session")
+def network_lab_script() -> ModuleType:
+    """`scripts/network_lab.py` as a module; skips where no lab can be built."""
+    path = Path(__file__).parents[1] / "scripts" / "network_lab.py"
+    spec = importlib.util.spec_from_file_location("network_lab", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["network_lab"] = module
+    spec.loader.exec_module(module)
+    reason = module.available()
+    if reason is not None:
+        pytest.skip(f"no network lab here: {reason}")
+    return module
+
+
+@pytest.fixture
+def network_lab(network_lab_script: ModuleType) -> Iterator[Callable[..., Any]]:
+    """Build hosts with limited links: `network_lab(hosts=2, rate="100mbit")` is a lab that the test's end removes."""
+    with contextlib.ExitStack() as labs:
+        yield lambda *args, **settings: labs.enter_context(network_lab_script.NetworkLab(*args, **settings))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from frameworm.engine.trainer import DDPTrainer, DistributedTrainer
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.observe.monitor import PerformanceMonitor
 from frameworm.observe.profiler import PerformanceProfiler
+from frameworm.parallel.compression.compressor import GradientCompressor
+from frameworm.parallel.compression.public import CompressedDDP, enable_gradient_compression
 from frameworm.tune.analyzer import BottleneckAnalyzer
 from frameworm.tune.helpers import (
     benchmark_training_step,
@@ -17,14 +19,17 @@ from frameworm.tune.helpers import (
 
 __all__ = [
     "BottleneckAnalyzer",
+    "CompressedDDP",
     "CudaDataLoader",
     "DDPTrainer",
     "DistributedTrainer",
+    "GradientCompressor",
     "OptimizedDataLoader",
     "PerformanceMonitor",
     "PerformanceProfiler",
     "benchmark_training_step",
     "cleanup",
+    "enable_gradient_compression",
     "measure_optimization_effectiveness",
     "profile_memory_usage",
     "setup_ddp",

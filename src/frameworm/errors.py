@@ -45,6 +45,10 @@ class CheckpointError(FramewormError, RuntimeError):
     """A checkpoint cannot be read, or belongs to something else."""
 
 
+class NetworkModelError(FramewormError, ValueError):
+    """A measured network is missing, malformed, or does not hold what is asked of it."""
+
+
 class RunFolderError(FramewormError, RuntimeError):
     """A run folder is missing, unreadable, or would be written over."""
 

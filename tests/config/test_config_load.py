@@ -194,9 +194,27 @@ BAD_FILES = [
         "gpu: {capture: step, device: cpu}\n",
         "x.yaml:1: gpu.capture: step records CUDA graphs and gpu.device is cpu; use off or auto",
     ),
+    (
+        "parallel: {strategy: dp, bucket_cap_mb: 10}\n",
+        "x.yaml:1: parallel.bucket_cap_mb: bucket_cap_mb is about DDP's buckets, which strategy dp has not; leave it "
+        "out, or use ddp",
+    ),
+    (
+        "parallel: {sync_every: 4, strategy: single}\n",
+        "x.yaml:1: parallel.sync_every: sync_every averages whole models, which strategy single does not do; use ddp, "
+        "or sync_every: 1",
+    ),
+    (
+        "parallel: {sync_every: 4, compression: int4}\n",
+        "x.yaml:1: parallel.sync_every: with sync_every above 1 no gradients are sent for int4 to make smaller; use "
+        "one of them",
+    ),
+    (
+        "parallel: {sync_every: 4, check_replicas: 6}\n",
+        "x.yaml:1: parallel.check_replicas: models agree only every 4 steps (sync_every); use a multiple of that",
+    ),
     # not in this version
     ("parallel: {strategy: zero1}\n", "x.yaml:1: parallel.strategy: zero1 is not in this version yet; use ddp"),
-    ("parallel: {compression: fp16}\n", "x.yaml:1: parallel.compression: fp16 is not in this version yet; use off"),
     # YAML
     ("seed: 1\nseed: 2\n", "x.yaml:2: seed: given twice, first on line 1; keep one of them"),
     (

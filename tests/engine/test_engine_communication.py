@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,69 +246,14 @@ def test_one_process_has_no_communication() -> None:
     assert all(step.communication_s is None and "communication_exposed" not in step.phases for step in steps)
 
 
-# A slow link between two network namespaces.
-
-RATE = "100mbit"
-ADDRESSES = ("10.79.61.1", "10.79.61.2")
-
-
-def _command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a link of 100 Mbit/s between them."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"fw{os.getpid()}{side}" for side in "ab"]
-    try:
-        try:
-            for name in names:
-                _command("ip", "netns", "add", name)
-            _command(
-                *("ip", "link", "add", "eth0", "netns", names[0]),
-                *("type", "veth", "peer", "name", "eth0", "netns", names[1]),
-            )
-            for name, address in zip(names, ADDRESSES):
-                _command("ip", "-n", name, "link", "set", "lo", "up")
-                _command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-                _command("ip", "-n", name, "link", "set", "eth0", "up")
-                limit = ("tbf", "rate", RATE, "burst", "128kb", "latency", "50ms")
-                _command("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *limit)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_exposed_time_on_a_slow_link_is_what_synchronising_costs(hosts: list[str], tmp_path: Path) -> None:
-    from conftest import kill_tree
-
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": ADDRESSES[0]}
-    environ |= {"MASTER_PORT": "29512", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    started = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", host, sys.executable, __file__, str(tmp_path)],
-            env={**environ, "RANK": str(rank), "GROUP_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    try:
-        deadline = time.monotonic() + 120
-        for process in started:
-            _, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            assert process.returncode == 0, stderr
-    finally:
-        for process in started:
-            kill_tree(process.pid)
+def test_exposed_time_on_a_slow_link_is_what_synchronising_costs(
+    network_lab: Callable[..., Any], tmp_path: Path
+) -> None:
+    lab = network_lab(hosts=2, rate="100mbit")
+    finished = lab.run([sys.executable, __file__, tmp_path], env={"OMP_NUM_THREADS": "1"}, timeout_s=120)
+    assert [item.returncode for item in finished] == [0, 0], finished
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         costs_s = found["step_s"] - found["no_sync_step_s"]

@@ -8,6 +8,7 @@ import pytest
 
 from frameworm.records.schema import Batch, CheckpointStatistics, EpochRecord, Finding, Memory, Phase, RunRecord
 from frameworm.report import tables
+from frameworm.report.network_text import communication_text
 
 
 def empty_record() -> RunRecord:
@@ -67,7 +68,7 @@ def test_unknown_is_never_zero() -> None:
     assert [figure.value for figure in tables.quality_figures(record)] == ["unknown"] * 3
     assert [figure.value for figure in tables.speed_figures(record)] == ["unknown"] * 3
     assert tables.memory_text(record) == "peak unknown"
-    assert tables.communication_text(record) is None
+    assert communication_text(record) is None
     assert tables.checkpoint_text(record) == "none written"
     record.checkpoint = CheckpointStatistics(2, None)
     assert tables.checkpoint_text(record) == "2 written, stall unknown"

@@ -8,6 +8,7 @@ from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
     Communication,
+    Compilation,
     ExpectedSpeedup,
     Finding,
     Memory,
@@ -83,6 +84,23 @@ def test_an_empty_record_shows_unknown_and_no_zero() -> None:
     assert "mean step" not in text
     assert " 0.0" not in text
     assert "0%" not in text
+
+
+def test_a_script_that_tells_no_quality_has_no_line_of_it() -> None:
+    record = RunRecord("x", "completed", {}, Batch(None, 1, 1, None), source="attached")
+    assert "train loss" not in render_text(record)
+    record.source = "engine"
+    assert "train loss unknown" in render_text(record)
+
+
+def test_compiling_is_told_where_there_was_any() -> None:
+    record = make_record()
+    assert "compile time" not in render_text(record)
+    record.compilation = Compilation(time_s=12.34, graphs=3, recompilations=0)
+    assert "compile time 12.3 s" in render_text(record)
+    assert "recompilations" not in render_text(record)
+    record.compilation.recompilations = 2
+    assert "compile time 12.3 s  recompilations 2" in " ".join(render_text(record).split("\n           "))
 
 
 def test_no_terminal_codes_get_through() -> None:

@@ -59,7 +59,7 @@ def train(
 
     plan = plan_launch(
         distributed,
-        _number_or_auto(nproc_per_node),
+        number_or_auto(nproc_per_node),
         nnodes,
         node_rank,
         master_addr,
@@ -74,7 +74,8 @@ def train(
     raise typer.Exit(_train_here(loaded, plan, out, resume, as_json))
 
 
-def _number_or_auto(text: str | None) -> int | Literal["auto"] | None:
+def number_or_auto(text: str | None) -> int | Literal["auto"] | None:
+    """The value of --nproc-per-node."""
     if text is None:
         return None
     if text == "auto":

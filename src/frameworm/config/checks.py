@@ -8,6 +8,7 @@ from typing import NamedTuple
 from frameworm.config.describe import nearest, show, suggest
 from frameworm.config.keys import KeyPath
 from frameworm.config.model_sections import MODEL_SECTIONS
+from frameworm.config.parallel_section import ParallelConfig
 from frameworm.config.problems import Problem, make_error
 from frameworm.config.schema import Config
 
@@ -21,13 +22,14 @@ class NotYet(NamedTuple):
 
 NOT_YET: dict[str, NotYet] = {
     "parallel.strategy": NotYet(("zero1", "zero2", "zero3"), "ddp"),
-    "parallel.compression": NotYet(("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"), "off"),
 }
 
 DATASETS = ("generated", "ag_news", "imdb", "text")
 HUB_PREFIX = "hf:"
 WHERE_DATA = {"ag_news": "the AG News csv files", "imdb": "the IMDB csv files or aclImdb", "text": "UTF-8 text files"}
 NO_COMPRESSION = ("single", "dp", "zero2", "zero3")
+NO_BUCKETS = ("dp", "zero2", "zero3")
+BUCKET_SETTINGS = ("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph")
 
 
 def key(name: str) -> KeyPath:
@@ -130,10 +132,26 @@ def _device(config: Config) -> Iterator[Problem]:
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
-    strategy, compression = config.parallel.strategy, config.parallel.compression
+    parallel = config.parallel
+    strategy, compression = parallel.strategy, parallel.compression
     if compression != "off" and strategy in NO_COMPRESSION:
         text = f"compression {compression} cannot be combined with strategy {strategy}; use ddp, or compression: off"
         yield Problem((key("parallel.compression"), key("parallel.strategy")), text)
+    if strategy in NO_BUCKETS:
+        for name in BUCKET_SETTINGS:
+            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
+                text = f"{name} is about DDP's buckets, which strategy {strategy} has not; leave it out, or use ddp"
+                yield Problem((key(f"parallel.{name}"), key("parallel.strategy")), text)
+    if parallel.sync_every > 1:
+        if strategy not in ("auto", "ddp"):
+            text = f"sync_every averages whole models, which strategy {strategy} does not do; use ddp, or sync_every: 1"
+            yield Problem((key("parallel.sync_every"), key("parallel.strategy")), text)
+        if compression != "off":
+            text = f"with sync_every above 1 no gradients are sent for {compression} to make smaller; use one of them"
+            yield Problem((key("parallel.sync_every"), key("parallel.compression")), text)
+        if parallel.check_replicas is not None and parallel.check_replicas % parallel.sync_every:
+            text = f"models agree only every {parallel.sync_every} steps (sync_every); use a multiple of that"
+            yield Problem((key("parallel.check_replicas"), key("parallel.sync_every")), text)
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from frameworm.config.model_sections import (
     model_section_of,
 )
 from frameworm.config.observe_section import CheckpointConfig, ObserveConfig
+from frameworm.config.parallel_section import ParallelConfig
 from frameworm.config.problems import Origins, combination_error
 from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section, Share
 
@@ -229,26 +230,6 @@ class MemoryConfig(Section):
     )
     cache_size_limit: int = Field(
         default=2**30, ge=0, description="Bytes of device cache kept between steps; no effect yet."
-    )
-
-
-class ParallelConfig(Section):
-    """How one model runs on many devices."""
-
-    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3"] = Field(
-        default="auto", description="auto: single with one process, ddp with several."
-    )
-    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPU.")
-    compression: Annotated[Literal["off", "auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"], OffWord] = Field(
-        default="off", description="Compress gradients on the wire."
-    )
-    bucket_cap_mb: float = Field(default=25.0, gt=0, description="Size of DDP's gradient buckets.")
-    static_graph: bool | Auto = Field(
-        default="auto", description="Promise DDP that every step uses the same parameters."
-    )
-    find_unused_parameters: bool = Field(default=False, description="Let DDP look for parameters a step did not use.")
-    timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest a collective may take; NCCL_TIMEOUT overrides it."
     )
 
 

@@ -36,6 +36,10 @@ class Precision:
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
 
+    def loss_scale(self) -> torch.Tensor | None:
+        """What losses are multiplied with, on the device; None where they are not, or not yet."""
+        return None if self.scaler is None else self.scaler._scale
+
     def state_dict(self) -> dict[str, Any]:
         """State of the loss scale; empty when there is none."""
         return {} if self.scaler is None else dict(self.scaler.state_dict())

@@ -93,6 +93,7 @@ class TrainingSession:
         self._world_size = job.strategy.world_size
         config = job.config
         wrapped = job.strategy.place(job.model)
+        job.strategy.scale_losses_by(job.precision.loss_scale)
         recorder, capture_note = make_recorder(config.gpu.capture, job.strategy)
         apply_checkpointing(job.model, config.memory)
         if wants_channels_last(config.gpu.channels_last, job.model, job.precision, job.strategy.device):
@@ -111,7 +112,8 @@ class TrainingSession:
             job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
         )
         self._windows = Windows(config.observe, job.strategy.device, self._rank, total)
-        self._clock = clock = self._windows.around(make_clock(job.strategy.device))
+        # Somebody else's listener may count on hearing of a step before the next one begins.
+        self._clock = clock = self._windows.around(make_clock(job.strategy.device, at_once=bool(job.callbacks)))
         self._ranks: RankWatch | None = None
         if job.strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
             self._ranks = RankWatch(self._rank, self._world_size, job.strategy.device, clock.max_steps_ahead - 1)
@@ -177,7 +179,7 @@ class TrainingSession:
             sum_over_ranks=self._sum_over_ranks,
             ranks=self._ranks,
         )
-        self._notes = [*job.notes, update.note, capture_note]
+        self._notes = [*job.notes, update.note, capture_note, job.strategy.note]
         self.record = RunRecord(
             name=config.name,
             status="failed",
@@ -214,6 +216,8 @@ class TrainingSession:
                 with on_stream(self._stream):
                     status = self._loop.run()
                     self._save()
+                    if self._job.strategy.keeps_own_copy:
+                        self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all
         except KeyboardInterrupt:
             status = "interrupted"
             self._finish(status, whole=False)
@@ -225,6 +229,7 @@ class TrainingSession:
         finally:
             close_loader(self._job.train.loader)
             close_loader(self._job.validation)
+            self._job.strategy.close()
         self._finish(status, whole=True)
         if status != "completed":
             raise self._stopped(status)
@@ -292,6 +297,9 @@ class TrainingSession:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
         self.record.system = self._sampler.stop()
         aggregate = self._tally.aggregate
+        workers = self._job.train.num_workers if aggregate.steps else None
+        if workers is not None:
+            self.record.environment["num_workers"] = workers
         self.record.slow_steps = aggregate.slow_steps()
         sums = None
         own = summarise_rank(self._rank, aggregate)
@@ -315,6 +323,9 @@ class TrainingSession:
             wall_s=perf_counter() - self._began,
             ranks=self._ranks,
         )
+        self.record.communication.compression = self._job.strategy.describe_compression()
+        if self._job.strategy.gradient_ranks == 1:
+            self.record.unseen = []  # between their meetings the ranks send nothing
         problem = None if self._store is None else self._store.problem
         self._notes += self._sampler.notes
         writer_notes = self._output.close()

@@ -43,25 +43,39 @@ class TrainingState:
 
     def capture(self) -> dict[str, Any] | None:
         """A snapshot on rank 0; None on the others, which only contribute their part. All ranks must call it."""
+        copies = self._own_copies()
         self.strategy.sync_buffers(self.model)
         own = {
             "random": random_state(self.strategy.device),
             "epoch_random": self.epoch_random,
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
+            "strategy": snapshot(self.strategy.rank_state()),
+            **copies,
         }
         ranks = gather_objects(own)
-        if ranks is None:
+        tensors = None
+        if ranks is not None:
+            tensors = snapshot({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        if copies:
+            self.model.load_state_dict(copies["model"])  # to save is not to meet
+        if ranks is None or tensors is None:
             return None
-        tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {
-            **snapshot(tensors),
+            **tensors,
             "schedule": snapshot(self.schedule.state_dict()),
             "precision": snapshot(self.precision.state_dict()),
             "progress": self.progress.state_dict(),
             "ranks": ranks,
             "world_size": self.strategy.world_size,
         }
+
+    def _own_copies(self) -> dict[str, Any]:
+        """Model and optimizer of this rank, where each has its own."""
+        if not self.strategy.keeps_own_copy:
+            return {}
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return dict(snapshot(states))
 
     def restore(self, saved: dict[str, Any], where: str) -> list[str]:
         """Continue from a snapshot; returns what the user should know about it.
@@ -88,20 +102,24 @@ class TrainingState:
         self._resumed_random = None
         if saved["world_size"] == self.strategy.world_size:
             own = ranks[rank]
+            if self.strategy.keeps_own_copy and own.get("model") is not None:
+                self.model.load_state_dict(own["model"])
+                self.optimizer.load_state_dict(own["optimizer"])
             self.progress.loss_sum, self.progress.count_sum = own["loss_sum"], own["count_sum"]
             if own["epoch_random"] is None:  # saved between two epochs
                 restore_random_state(own["random"], device)
             else:
                 restore_random_state(own["epoch_random"], device)
                 self._resumed_random = own["random"]
-            return []
+            return self.strategy.load_rank_state(own.get("strategy"), saved["world_size"])
         # The sums of the running epoch are only ever added up, so one rank may hold them all.
         self.progress.loss_sum = sum(item["loss_sum"] for item in ranks) if rank == 0 else 0.0
         self.progress.count_sum = sum(item["count_sum"] for item in ranks) if rank == 0 else 0.0
         seed_everything(self.seed, rank + self.strategy.world_size * (self.progress.step + 1))
         return [
             f"resumed with {self.strategy.world_size} processes instead of {saved['world_size']}: the order of samples "
-            "goes on, random numbers (dropout) start anew"
+            "goes on, random numbers (dropout) start anew",
+            *self.strategy.load_rank_state(ranks[0].get("strategy"), saved["world_size"]),
         ]
 
     def continue_random_numbers(self) -> None:

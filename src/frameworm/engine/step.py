@@ -53,17 +53,21 @@ class TrainStep:
         self.update = update
         self._loss_function = loss_function
         self._strategy = strategy
-        self._world_size = strategy.world_size
+        self._world_size = strategy.gradient_ranks
+        self._shares_gradients = strategy.gradient_ranks == strategy.world_size
         self._autocast = precision.autocast
         self.scaler = precision.scaler
         self._mark: Callable[[str], None] = clock.mark
         self._first = True
+        self._after_step = strategy.after_step if strategy.acts_after_steps else None
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
         schedule = self.update.schedule
         schedule.before_step(step)
         result = self.compute(batch)
+        if self._after_step is not None and self._after_step(self.model, step + 1):
+            self._mark(COMMUNICATION_EXPOSED)
         schedule.after_step()
         return result
 
@@ -157,7 +161,7 @@ class TrainStep:
     def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         loss, count = self._forward(micro)
         if count is None:
-            self._backward(loss * (samples * self._world_size / batch.global_samples))
+            self._backward(loss * (samples * self._world_size / self._samples(batch)))
             return loss, None
         # How much all micro-batches count together is known only after the last: weigh against a constant now, and
         # let the update multiply by what is missing.
@@ -175,7 +179,11 @@ class TrainStep:
 
     def _reference(self, batch: StepBatch) -> float:
         """A count of the right size, the same on all ranks, that keeps scaled gradients in range."""
-        return float(batch.global_samples)
+        return float(self._samples(batch))
+
+    def _samples(self, batch: StepBatch) -> int:
+        """The samples whose gradients are averaged: those of all ranks, or this one's own if ranks go alone."""
+        return batch.global_samples if self._shares_gradients else max(batch.local_samples, 1)
 
 
 def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:

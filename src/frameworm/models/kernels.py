@@ -63,7 +63,7 @@ def _cross_entropy_kernel(
     columns = tl.arange(0, block_size)
     to_base_two = 1.4426950408889634
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        line = logits + row.to(tl.int64) * row_stride
+        line = logits + tl.cast(row, tl.int64) * row_stride
         target = tl.load(targets + row)
         real = target != ignore_index
         # A target outside the vocabulary shows as NaN instead of as somebody else's memory.

@@ -6,6 +6,7 @@ import torch
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import ConfigError
+from frameworm.parallel.averaging import AveragingStrategy
 from frameworm.parallel.replicated import DataParallelStrategy, DDPStrategy
 from frameworm.parallel.strategy import Strategy
 
@@ -27,6 +28,8 @@ def choose_strategy(
         return Strategy(device)
     if name == "dp":
         return DataParallelStrategy(device, device_ids)
+    if name == "ddp" and settings.sync_every > 1 and world_size > 1:
+        return AveragingStrategy(device, rank, world_size, settings.sync_every, settings.check_replicas)
     if name == "ddp":
         return DDPStrategy(device, rank, world_size, settings)
     raise ConfigError(f"parallel.strategy: {name} is not in this version; use single, dp or ddp")

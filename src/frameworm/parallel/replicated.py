@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,29 +15,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
+from frameworm.parallel.compression.control import CompressionControl
+from frameworm.parallel.compression.plain import mean_of_gradients
+from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.strategy import Hook, Strategy
+from frameworm.records.observations import Compression
 
 _MANY = 5
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
-
-
-def mean_of_gradients(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The hook that sends what DDP sends without one, to the last bit."""
-    gradients: torch.Tensor = bucket.buffer()
-    world_size = dist.get_world_size()
-    if gradients.is_sparse:
-        gradients.div_(world_size)
-    else:
-        gradients.mul_(1 / world_size)  # dividing rounds differently where the number is not a power of two
-    future = dist.all_reduce(gradients, async_op=True).get_future()
-    return cast("torch.futures.Future[torch.Tensor]", future.then(_first_value))
-
-
-def _first_value(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return done.value()[0]
 
 
 class DDPStrategy(Strategy):
@@ -52,26 +42,61 @@ class DDPStrategy(Strategy):
             )
         self._settings = settings
         self._wrapped: DistributedDataParallel | None = None
+        self._compression: CompressionControl | None = None
+        if settings.compression != "off" and world_size > 1:
+            self._compression = CompressionControl(settings, device, rank, world_size)
+        self.acts_after_steps = self._compression is not None or settings.check_replicas is not None
 
     def place(self, model: nn.Module) -> nn.Module:
         model = super().place(model)
         settings = self._settings
-        self._wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            find_unused_parameters=settings.find_unused_parameters,
-            static_graph=settings.static_graph is True,
-            gradient_as_bucket_view=True,
-        )
+        with _bucket_sizes(settings) as sizes:
+            self._wrapped = DistributedDataParallel(
+                model,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                find_unused_parameters=settings.find_unused_parameters,
+                static_graph=settings.static_graph is True,
+                gradient_as_bucket_view=settings.gradient_as_bucket_view,
+                **sizes,
+            )
+        if self._compression is not None:
+            self._compression.begin(model)
         return self._wrapped
+
+    def scale_losses_by(self, scale: Callable[[], Any]) -> None:
+        if self._compression is not None:
+            self._compression.scale = scale
 
     def wrap_hook(self, wrap: Callable[[Hook], Hook]) -> bool:
         if self.world_size == 1:
             return False
         assert self._wrapped is not None
-        self._wrapped.register_comm_hook(None, wrap(mean_of_gradients))
+        hook = mean_of_gradients if self._compression is None else self._compression.hook
+        self._wrapped.register_comm_hook(None, wrap(hook))
         return True
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        met = self._compression is not None and self._compression.after_step()
+        every = self._settings.check_replicas
+        if every is not None and step % every == 0:
+            check_replicas(model, step)
+            met = True
+        return met
+
+    def rank_state(self) -> dict[str, Any] | None:
+        return None if self._compression is None else self._compression.state_dict()
+
+    def load_rank_state(self, state: dict[str, Any] | None, saved_world_size: int) -> list[str]:
+        if self._compression is None:
+            return ["what compression still owed was dropped: compression is off now"] if state is not None else []
+        return self._compression.load_state_dict(state, saved_world_size)
+
+    def describe_compression(self) -> Compression | None:
+        return None if self._compression is None else self._compression.describe()
+
+    def close(self) -> None:
+        if self._compression is not None:
+            self._compression.close()
 
     def no_sync(self) -> AbstractContextManager[None]:
         assert self._wrapped is not None
@@ -111,7 +136,36 @@ class DDPStrategy(Strategy):
     def communicated_bytes(self, model: nn.Module) -> int | None:
         if self.world_size == 1:
             return 0
-        return sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
+        sent = None if self._compression is None else self._compression.bytes_per_step
+        return gradient_bytes(model) if sent is None else sent
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of one gradient of the whole model."""
+    return sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
+
+
+@contextlib.contextmanager
+def _bucket_sizes(settings: ParallelConfig) -> Iterator[dict[str, Any]]:
+    """DDP's arguments for the sizes of its buckets.
+
+    torch has a smaller first bucket only where nobody names a size, and takes a list of sizes from 2.13 on.
+    """
+    first, others = settings.first_bucket_mb, settings.bucket_cap_mb
+    if first >= others:
+        yield {"bucket_cap_mb": others}
+    elif "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        yield {"bucket_cap_mb_list": [first, others]}
+    elif others == ParallelConfig.model_fields["bucket_cap_mb"].default:
+        name = "_DEFAULT_FIRST_BUCKET_BYTES"
+        usual = getattr(dist, name)
+        setattr(dist, name, int(first * 2**20))
+        try:
+            yield {}
+        finally:
+            setattr(dist, name, usual)
+    else:
+        yield {"bucket_cap_mb": others}
 
 
 class DataParallelStrategy(Strategy):

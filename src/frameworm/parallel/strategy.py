@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frameworm.errors import ModelError
+from frameworm.records.observations import Compression
 
 # From a state and a bucket of gradients to the future of what the ranks make of it: a communication hook of DDP.
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
@@ -20,6 +21,8 @@ class Strategy:
     """One way to run a model. This base is the strategy `single`: one process, one device."""
 
     name = "single"
+    acts_after_steps = False  # whether `after_step` does anything
+    keeps_own_copy = False  # whether model and optimizer differ from rank to rank between meetings
 
     def __init__(self, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         self.device = device
@@ -31,6 +34,16 @@ class Strategy:
         check_trainable(model)
         return model.to(self.device)
 
+    @property
+    def note(self) -> str | None:
+        """What the summary must say about this way of training, if anything."""
+        return None
+
+    @property
+    def gradient_ranks(self) -> int:
+        """How many ranks' gradients are averaged in every step."""
+        return self.world_size
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Hold back the gradient synchronisation of a backward pass inside this context."""
         return contextlib.nullcontext()
@@ -41,6 +54,32 @@ class Strategy:
         To be called once, between `place` and the first step.
         """
         return False
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        """Called with the number of attempted steps after each, on all ranks, where `acts_after_steps` is set.
+
+        Returns:
+            Whether the ranks met.
+        """
+        return False
+
+    def scale_losses_by(self, scale: Callable[[], Any]) -> None:
+        """Told once, before the first step: `scale()` is what losses are multiplied with, None for nothing."""
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """What this rank must remember beside the model to go on as if it had never stopped."""
+        return None
+
+    def load_rank_state(self, state: dict[str, Any] | None, saved_world_size: int) -> list[str]:
+        """Continue with what `rank_state` gave, None where nothing was kept; returns what the user should know."""
+        return []
+
+    def describe_compression(self) -> Compression | None:
+        """What compression did to the gradients so far; None where none was asked for."""
+        return None
+
+    def close(self) -> None:
+        """The training is over."""
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, on the device, without making the host wait on a GPU."""
@@ -56,7 +95,7 @@ class Strategy:
         """Called once after the first backward pass; refuses a model this strategy would train wrongly."""
 
     def communicated_bytes(self, model: nn.Module) -> int | None:
-        """Gradient bytes each rank hands to the collectives per step."""
+        """Bytes each rank hands to the collectives in a step, for gradients or whatever stands in for them."""
         return 0
 
 

@@ -19,6 +19,28 @@ class Bucket:
 
 
 @dataclass(slots=True)
+class Compression:
+    """What was done to gradients before they were sent."""
+
+    method: str  # the one in use at the end; off where auto found none that helps
+    chosen_by: str  # user or auto
+    bytes_per_step: int | None = None  # of gradients, what one rank hands to the network
+    plain_bytes_per_step: int | None = None  # what it would have been without
+    candidates: list[CompressionCandidate] = field(default_factory=list)  # what auto weighed
+    bandwidth_gbps: float | None = None  # of the network between the ranks, as auto saw it
+    latency_us: float | None = None
+
+
+@dataclass(slots=True)
+class CompressionCandidate:
+    """A method auto weighed: the time of a step with it, as expected and as measured."""
+
+    method: str
+    expected_s: float | None = None
+    measured_s: float | None = None
+
+
+@dataclass(slots=True)
 class RankSummary:
     """The mean step of one rank."""
 

@@ -10,7 +10,7 @@ from frameworm.records.schema import StepRecord
 
 MOST_KEPT = 10
 RECENT_STEPS = 256
-JUDGE_EVERY = 32
+JUDGE_EVERY = 64
 FEWEST_STEPS = 16
 # In spreads of a normal distribution: 1.4826 median deviations make one.
 DISTANCE = 6.0
@@ -79,4 +79,4 @@ class SlowSteps:
 
 
 def _training_s(step: StepRecord) -> float:
-    return step.step_s - step.phases.get("validation", 0.0)
+    return step.step_s - step.phases["validation"] if "validation" in step.phases else step.step_s

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.records.figures import Statistics as Statistics
-from frameworm.records.observations import Bucket, RankSummary, SystemSummary
+from frameworm.records.observations import Bucket, Compression, CompressionCandidate, RankSummary, SystemSummary
 
 SCHEMA_VERSION = 1
 
@@ -105,6 +105,7 @@ class Communication:
     rank_wait_s: float | None = None  # of exposed_s: the wait for the slowest rank
     slowest_rank: int | None = None
     buckets: list[Bucket] = field(default_factory=list)  # of the mean step on rank 0
+    compression: Compression | None = None
 
 
 @dataclass(slots=True)
@@ -270,13 +271,12 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
     values["throughput"] = Throughput(**_known(Throughput, throughput))
     values["phases"] = {name: Phase(**_known(Phase, item)) for name, item in (values.get("phases") or {}).items()}
     for name, kind in (
-        ("communication", Communication),
         ("memory", Memory),
         ("quality", Quality),
         ("checkpoint", CheckpointStatistics),
     ):
         values[name] = kind(**_known(kind, values.get(name) or {}))
-    values["communication"].buckets = [Bucket(**_known(Bucket, item)) for item in values["communication"].buckets]
+    values["communication"] = _communication(values.get("communication") or {})
     values["ranks"] = [RankSummary(**_known(RankSummary, item)) for item in values.get("ranks") or []]
     if values.get("system"):
         values["system"] = _system(values["system"])
@@ -286,6 +286,17 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
     values["slow_steps"] = [StepRecord.from_dict(item) for item in values.get("slow_steps") or []]
     values["findings"] = [_finding(item) for item in values.get("findings") or []]
     return cls(**values)
+
+
+def _communication(data: Mapping[str, Any]) -> Communication:
+    values = dict(_known(Communication, data))
+    values["buckets"] = [Bucket(**_known(Bucket, item)) for item in values.get("buckets") or []]
+    if values.get("compression"):
+        known = dict(_known(Compression, values["compression"]))
+        weighed = known.get("candidates") or []
+        known["candidates"] = [CompressionCandidate(**_known(CompressionCandidate, item)) for item in weighed]
+        values["compression"] = Compression(**known)
+    return Communication(**values)
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:

@@ -75,21 +75,27 @@ class Spread:
             return
         self.count += 1
         self.total += value
+        exact = self._exact
+        if exact is not None:
+            exact.append(value)
+            if self.count > self._exact_limit:
+                self._exact = None
+                for number, item in enumerate(exact, start=1):
+                    self._count(item, number)
+            return
+        self._count(value, self.count)
+
+    def _count(self, value: float, number: int) -> None:
+        """Take in value number `number` of those that are not kept."""
         distance = value - self._mean
-        self._mean += distance / self.count
+        self._mean += distance / number
         self._squares += distance * (value - self._mean)
         if value < self._min:
             self._min = value
         if value > self._max:
             self._max = value
-        if self._exact is None:
-            self._count_in_bucket(value)
-        else:
-            self._exact.append(value)
-            if self.count > self._exact_limit:
-                values, self._exact = self._exact, None
-                for item in values:
-                    self._count_in_bucket(item)
+        index = math.ceil(math.log(max(value, _SMALLEST_S)) * _PER_LOG)
+        self._buckets[index] = self._buckets.get(index, 0) + 1
 
     def statistics(self) -> Statistics | None:
         """The statistics so far, or None before the first value."""
@@ -106,10 +112,6 @@ class Spread:
             p95=self._percentile(0.95),
             p99=self._percentile(0.99),
         )
-
-    def _count_in_bucket(self, value: float) -> None:
-        index = math.ceil(math.log(max(value, _SMALLEST_S)) * _PER_LOG)
-        self._buckets[index] = self._buckets.get(index, 0) + 1
 
     def _percentile(self, share: float) -> float:
         position = share * (self.count - 1)
@@ -147,8 +149,9 @@ class _Totals:
     rank_wait_steps: int = 0
 
     def add(self, step: StepRecord) -> None:
-        step_s = step.step_s
-        training_s = step_s - step.phases.get("validation", 0.0)
+        step_s = training_s = step.step_s
+        if "validation" in step.phases:
+            training_s -= step.phases["validation"]
         self.spread.add(step_s)
         self.training_s += training_s
         self.samples += step.samples
@@ -169,7 +172,10 @@ class _Totals:
             self.phased_step_s += step_s
             phases = self.phases
             for name, seconds in step.phases.items():
-                phases[name] = phases.get(name, 0.0) + seconds
+                if name in phases:
+                    phases[name] += seconds
+                else:
+                    phases[name] = seconds
 
 
 class StepAggregate:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
+import math
 import os
 import threading
 import time
@@ -26,29 +29,74 @@ _encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def step_line(record: StepRecord) -> str:
-    """One step as one line of JSON, keys named as the fields of `StepRecord`."""
-    data = {
-        "step": record.step,
-        "epoch": record.epoch,
-        "time": record.time,
-        "step_s": record.step_s,
-        "loss": record.loss,
-        "lr": record.lr,
-        "samples": record.samples,
-        "count": record.count,
-        "tokens": record.tokens,
-        "padded_tokens": record.padded_tokens,
-        "grad_norm": record.grad_norm,
-        "skipped": record.skipped,
-        "phases": record.phases,
-        "communication_s": record.communication_s,
-        "rank_wait_s": record.rank_wait_s,
-        "metrics": record.metrics,
-    }
+    """One step as one line of JSON, keys named as the fields of `StepRecord`; phases and moments to the nanosecond.
+
+    The thread that writes holds the interpreter while it makes a line, and training waits: the usual record is put into
+    a template, at half of the encoder's cost.
+    """
+    try:
+        return _filled_template(record)
+    except (TypeError, ValueError, OverflowError):
+        pass  # a number that JSON does not have, or a value of another type
+    data = {name: getattr(record, name) for name in _FIELDS}
     try:
         return _encoder.encode(data)
     except (TypeError, ValueError):
         return _encoder.encode(json_ready(data))
+
+
+_FIELDS = tuple(item.name for item in dataclasses.fields(StepRecord))
+_NUMBERS = (
+    '"step":%d,"epoch":%d,"time":%.6f,"step_s":%.9f,"loss":%s,"lr":%s,"samples":%d,"count":%s,"tokens":%s,'
+    '"padded_tokens":%s,"grad_norm":%s,"skipped":%s'
+)
+
+
+@functools.lru_cache(64)
+def _template(phases: tuple[str, ...]) -> str:
+    times = ",".join(_encoder.encode(str(name)).replace("%", "%%") + ":%.9f" for name in phases)
+    return f'{{{_NUMBERS},"phases":{{{times}}},"communication_s":%s,"rank_wait_s":%s,"metrics":{{%s}}}}'
+
+
+def _filled_template(record: StepRecord) -> str:
+    """The line of a record with finite times.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is not that simple.
+    """
+    phases, metrics = record.phases, record.metrics
+    times = [*phases.values()]
+    if not math.isfinite(record.time + record.step_s + sum(times)):
+        raise ValueError(times)
+    return _template(tuple(phases)) % (
+        record.step,
+        record.epoch,
+        record.time,
+        record.step_s,
+        _text(record.loss),
+        _text(record.lr),
+        record.samples,
+        _text(record.count),
+        "null" if record.tokens is None else _text(record.tokens),
+        "null" if record.padded_tokens is None else _text(record.padded_tokens),
+        "null" if record.grad_norm is None else _text(record.grad_norm),
+        "null" if record.skipped is None else _text(record.skipped),
+        *times,
+        "null" if record.communication_s is None else _text(record.communication_s),
+        "null" if record.rank_wait_s is None else _text(record.rank_wait_s),
+        _encoder.encode(metrics)[1:-1] if metrics else "",
+    )
+
+
+def _text(value: object) -> str:
+    kind = type(value)
+    if kind is int or (kind is float and math.isfinite(value)):  # type: ignore[arg-type]
+        return repr(value)
+    if value is None:
+        return "null"
+    if kind is bool:
+        return "true" if value else "false"
+    raise TypeError(value)
 
 
 class JsonLinesWriter(Listener):

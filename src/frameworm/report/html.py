@@ -17,6 +17,7 @@ from frameworm.records.observations import SystemSample
 from frameworm.records.schema import Finding, RunRecord
 from frameworm.records.series import SeriesPoint
 from frameworm.report import charts, charts_ranks, charts_system, tables
+from frameworm.report.network_text import communication_text
 
 _DOUBT = "inconclusive: "  # begins the notes that say why there is no verdict
 _GRADE_SIGNS = {"met": "✓", "missed": "✗"}
@@ -80,7 +81,7 @@ def render_html(
         slowest_rank=record.communication.slowest_rank,
         overlap_chart=Markup("") if overlap is None else charts_ranks.overlap_chart(overlap),
         overlap=overlap,
-        communication=tables.communication_text(record),
+        communication=communication_text(record),
         accumulation=record.batch.accumulation,
         system=[(item, charts_system.system_chart(item)) for item in system],
         epoch_header=tables.EPOCH_HEADER,
@@ -154,7 +155,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         facts.append(("batch", tables.batch_text(record.batch)))
     if own or record.memory.peak_bytes is not None:
         facts.append(("memory", tables.memory_text(record)))
-    communication = tables.communication_text(record)
+    communication = communication_text(record)
     if communication is not None:
         facts.append(("communication", communication))
     if own or record.checkpoint.count:

@@ -175,6 +175,11 @@ def run_figures(record: RunRecord) -> list[Figure]:
         figures.append(Figure("parameters", f"{record.parameters:,}"))
     if record.skipped_steps:
         figures.append(Figure("skipped steps", f"{record.skipped_steps:,}"))
+    compilation = record.compilation
+    if compilation is not None and compilation.time_s:
+        figures.append(Figure("compile time", seconds(compilation.time_s)))
+        if compilation.recompilations:
+            figures.append(Figure("recompilations", f"{compilation.recompilations:,}"))
     return figures
 
 
@@ -189,21 +194,6 @@ def memory_text(record: RunRecord) -> str:
     if memory.host_peak_bytes not in (None, memory.peak_bytes):  # on CPU they are the same
         text += f", host peak {data_size(memory.host_peak_bytes)}"
     return text
-
-
-def communication_text(record: RunRecord) -> str | None:
-    """Communication per step, or None for a run that had none to measure."""
-    if record.batch.world_size == 1:
-        return None
-    communication = record.communication
-    parts = []
-    if communication.total_s is not None:
-        parts.append(f"{seconds(communication.total_s)} per step")
-    if communication.exposed_s is not None:
-        parts.append(f"{seconds(communication.exposed_s)} exposed")
-    if communication.bytes_per_step is not None:
-        parts.append(f"{data_size(communication.bytes_per_step)} per step")
-    return ", ".join(parts) or None
 
 
 def checkpoint_text(record: RunRecord) -> str:

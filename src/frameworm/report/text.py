@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from frameworm.records.schema import RunRecord
 from frameworm.report import tables
+from frameworm.report.network_text import communication_text
 from frameworm.report.tables import Figure, FindingRow, PhaseRow
 
 _LABEL_WIDTH = 12
@@ -28,13 +29,15 @@ def render_text(record: RunRecord, width: int = 80) -> str:
     lines = textwrap.wrap(title, width) or ["run"]
     lines.append("─" * min(width, max(len(line) for line in lines)))
     lines += _field("run", _figures(tables.run_figures(record)), width)
-    lines += _field("quality", _figures(tables.quality_figures(record)), width)
+    quality = tables.quality_figures(record)
+    if record.source == "engine" or any(figure.value != tables.UNKNOWN for figure in quality):
+        lines += _field("quality", _figures(quality), width)
     lines += _field("speed", _figures(tables.speed_figures(record)), width)
     lines += _field("batch", tables.batch_text(record.batch), width)
     phases = tables.phase_rows(record)
     if phases:
         lines += ["", "mean step, by phase", *_phase_lines(phases, width), ""]
-    communication = tables.communication_text(record)
+    communication = communication_text(record)
     if communication is not None:
         lines += _field("network", communication, width)
     lines += _field("memory", tables.memory_text(record), width)

@@ -1,0 +1,134 @@
+"""`network`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+from frameworm.cli.train import number_or_auto
+from frameworm.errors import EnvironmentSetupError
+
+if TYPE_CHECKING:
+    from frameworm.launch.plan import LaunchPlan
+    from frameworm.scaling.network import NetworkModel
+
+BUDGET_S = 10.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    app.command("network")(network)
+
+
+def network(
+    nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Processes on this machine: a number, or auto for one per GPU."
+    ),
+    distributed: bool = typer.Option(
+        False, "--distributed", help="Join torchrun, srun or RANK and WORLD_SIZE; implied, as one rank has no network."
+    ),
+    nnodes: Optional[str] = typer.Option(None, help="Machines."),  # noqa: UP045
+    node_rank: Optional[int] = typer.Option(None, help="Number of this machine, from 0."),  # noqa: UP045
+    master_addr: Optional[str] = typer.Option(None, help="Address of machine 0."),  # noqa: UP045
+    master_port: Optional[int] = typer.Option(None, help="Port on machine 0."),  # noqa: UP045
+    rdzv_endpoint: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="HOST:PORT where the machines meet and get their numbers."
+    ),
+    backend: str = typer.Option("auto", help="nccl, gloo, or auto: nccl where there are GPUs."),
+    budget: float = typer.Option(BUDGET_S, min=0.1, help="About how many seconds to measure."),
+    out: Path = typer.Option(Path("network.json"), help="File to write."),
+    as_json: bool = typer.Option(False, "--json", help="Print what is in the file instead of a table."),
+) -> None:
+    """Measure the network between the ranks: time and bandwidth per collective and size.
+
+    Example: frameworm network --nproc-per-node 2
+
+    On two machines, the same on each but for K: frameworm network --nnodes 2 --node-rank K --master-addr HOST
+    """
+    if backend not in ("auto", "nccl", "gloo"):
+        raise EnvironmentSetupError(f"--backend {backend} is not one of auto, nccl, gloo")
+    from frameworm.launch.plan import plan_launch
+
+    plan = plan_launch(
+        True,  # alone there is nothing to measure
+        number_or_auto(nproc_per_node),
+        nnodes,
+        node_rank,
+        master_addr,
+        master_port,
+        rdzv_endpoint,
+        device_count=0 if backend == "gloo" else _device_count(),
+    )
+    world_size = plan.nproc_per_node * plan.max_nodes if plan.action == "launch" else plan.process.world_size
+    if world_size < 2:
+        raise EnvironmentSetupError(
+            "a network is between two ranks or more, and this would be one: give --nproc-per-node 2 or more, --nnodes, "
+            "or start it with torchrun or srun"
+        )
+    if (plan.node_rank if plan.action == "launch" else plan.process.rank) == 0:
+        _check_writable(out)
+    if plan.action == "launch":
+        from frameworm.hardware.host import usable_cpus
+        from frameworm.launch.torchrun import launch_workers
+
+        command = [sys.executable, "-m", "frameworm", *sys.argv[1:]]
+        raise typer.Exit(launch_workers(plan, command, usable_cpus=usable_cpus()))
+    _probe_here(plan, backend, budget, out, as_json)
+
+
+def _check_writable(out: Path) -> None:
+    """Where the first rank will write, before anything is measured; other machines need no such folder."""
+    if not out.parent.is_dir():
+        raise EnvironmentSetupError(f"there is no folder {out.parent} to write {out.name} to; make it or change --out")
+    if out.is_dir():
+        raise EnvironmentSetupError(f"{out} is a folder; --out takes the file to write")
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _probe_here(plan: LaunchPlan, backend: str, budget_s: float, out: Path, as_json: bool) -> None:
+    from frameworm.launch.environment import reported_by_launcher
+    from frameworm.launch.stopping import end_at_once_on_interrupt
+
+    if reported_by_launcher():
+        end_at_once_on_interrupt()
+    from frameworm.launch.failures import worker_errors
+    from frameworm.launch.process_group import process_group
+    from frameworm.parallel.network import probe_network
+
+    leads = plan.process.rank == 0
+    with worker_errors(), process_group(plan.process, backend), _progress(leads) as tell:
+        model = probe_network(budget_s=budget_s, tell=tell)
+        if leads:
+            model.save(out)
+            _show(model, out, as_json)
+
+
+@contextlib.contextmanager
+def _progress(leads: bool) -> Iterator[Callable[[float], None] | None]:
+    """A bar on the terminal of the first rank, nothing elsewhere."""
+    if not (leads and sys.stderr.isatty()):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring the network", total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
+
+def _show(model: NetworkModel, out: Path, as_json: bool) -> None:
+    from frameworm.report.network_table import render_network
+
+    print(json.dumps(model.to_dict()) if as_json else f"{render_network(model)}written to {out}", flush=True)

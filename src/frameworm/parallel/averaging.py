@@ -1,0 +1,94 @@
+"""Local SGD: each rank trains its own copy, and the copies are averaged every few steps.
+
+Between two meetings nothing is sent at all. The mathematics are not those of one large batch: each rank walks with its
+own gradients, clips by its own norm, and its optimizer keeps moments of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.parallel.replicas import check_replicas
+from frameworm.parallel.strategy import Strategy
+
+
+class AveragingStrategy(Strategy):
+    """`ddp` with `sync_every` above 1.
+
+    Args:
+        sync_every: Steps between two meetings.
+        check_every: Steps between two comparisons of the copies, a multiple of `sync_every`, or None.
+    """
+
+    name = "ddp"
+    acts_after_steps = True
+    keeps_own_copy = True
+
+    def __init__(
+        self, device: torch.device, rank: int, world_size: int, sync_every: int, check_every: int | None = None
+    ) -> None:
+        super().__init__(device, rank, world_size)
+        if not dist.is_initialized():
+            raise EnvironmentSetupError(
+                "sync_every needs a process group: start with `frameworm train --distributed` or torchrun, "
+                "or call setup_ddp(rank, world_size) first"
+            )
+        self.sync_every = sync_every
+        self._check_every = check_every
+
+    @property
+    def note(self) -> str | None:
+        return (
+            f"models are averaged every {self.sync_every} steps (parallel.sync_every): each rank clips and updates by "
+            "itself in between, which is not what one large batch gives"
+        )
+
+    @property
+    def gradient_ranks(self) -> int:
+        return 1
+
+    def place(self, model: nn.Module) -> nn.Module:
+        model = super().place(model)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        if step % self.sync_every:
+            return False
+        self.average(model)
+        if self._check_every is not None and step % self._check_every == 0:
+            check_replicas(model, step)
+        return True
+
+    def average(self, model: nn.Module) -> None:
+        """Give every rank the mean of all copies."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in model.parameters():
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.data)
+        for parameters in by_dtype.values():
+            # torch's own averager leaves the parameters as views of the buffer it sent; ours stay where they are.
+            flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
+            flat.mul_(1 / self.world_size)
+            dist.all_reduce(flat)
+            parts = flat.split([parameter.numel() for parameter in parameters])
+            torch._foreach_copy_(parameters, [part.view_as(to) for part, to in zip(parts, parameters, strict=True)])
+
+    def sum_over_ranks(self, value: torch.Tensor) -> None:
+        dist.all_reduce(value)
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Validation and checkpoints see one model: the mean of all copies, with rank 0's buffers."""
+        self.average(model)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def communicated_bytes(self, model: nn.Module) -> int | None:
+        if self.world_size == 1:
+            return 0
+        size_bytes = sum(item.numel() * item.element_size() for item in model.parameters())
+        return round(size_bytes / self.sync_every)

@@ -1,0 +1,1 @@
+"""Gradients made smaller for the network."""

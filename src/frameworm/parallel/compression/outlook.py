@@ -1,0 +1,168 @@
+"""What each method promises on this network and this machine, before any has run: for `auto` to pick its racers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frameworm.parallel.compression.auto import METHODS, OFF, Outlook
+from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.network import quick_probe
+from frameworm.scaling.network import NetworkModel, bus_share
+
+SAMPLE = 2**20  # values that the codecs are timed on
+REPETITIONS = 3
+_FP32_BYTES, _HALF_BYTES = 4, 2
+
+
+def look_around(model: nn.Module, device: torch.device, hidden_s: float = 0.0, powersgd_rank: int = 1) -> Outlook:
+    """Probe the network and time the codecs; all ranks call it at the same time.
+
+    Args:
+        model: Whose gradients are to be sent.
+        device: Where they are.
+        hidden_s: From the first bucket to the last in a step: sending can hide behind that much computing.
+        powersgd_rank: Columns of its matrices.
+    """
+    parameters = [item for item in model.parameters() if item.requires_grad]
+    count = sum(item.numel() for item in parameters)
+    world_size = dist.get_world_size()
+    network = quick_probe(device=device if dist.get_backend() == "nccl" else None)
+    costs_s = codec_costs(device, count, world_size)
+    sending_s = {OFF: network.seconds("all_reduce", _FP32_BYTES * count)}
+    for method in METHODS:
+        wire_s = _wire_s(method, network, parameters, count, world_size, powersgd_rank)
+        sending_s[method] = wire_s + costs_s[method]
+    bytes_per_s = network.bus_bytes_per_s()
+    return Outlook(
+        sending_s,
+        hidden_s,
+        bandwidth_gbps=None if bytes_per_s is None else bytes_per_s * 8 / 1e9,
+        latency_us=network.latency_s() * 1e6,
+    )
+
+
+def _wire_s(
+    method: str, network: NetworkModel, parameters: list[nn.Parameter], count: int, world_size: int, powersgd_rank: int
+) -> float:
+    """Seconds on the wire alone."""
+    if method in ("fp16", "bf16"):
+        return network.seconds("all_reduce", _HALF_BYTES * count)
+    if method == "powersgd":
+        left, right = matrix_values(parameters, powersgd_rank)
+        return sum(network.seconds("all_reduce", _FP32_BYTES * values) for values in (left, right))
+    codec = make_codec(method)
+    size_bytes = codec.encoded_bytes(count)
+    if isinstance(codec, Quantizer):
+        return _exchange_s("all_to_all", network, size_bytes) + _exchange_s("all_gather", network, size_bytes)
+    return _exchange_s("all_gather", network, size_bytes * world_size)
+
+
+def _exchange_s(collective: str, network: NetworkModel, size_bytes: int) -> float:
+    """Seconds of an exchange as the hook does it: on gloo in pairs, in both directions of the links at once."""
+    bytes_per_s = network.bus_bytes_per_s()
+    if network.backend != "gloo" or not bytes_per_s:
+        return network.seconds(collective, size_bytes)
+    return network.latency_s() + size_bytes * bus_share(collective, network.world_size) / bytes_per_s
+
+
+def matrix_values(parameters: list[nn.Parameter], rank: int) -> tuple[int, int]:
+    """Values of powersgd's two exchanges; what is no matrix goes whole with the first."""
+    left = right = 0
+    for parameter in parameters:
+        if parameter.dim() < 2:
+            left += parameter.numel()
+            continue
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        if (rows + columns) * rank >= parameter.numel():
+            left += parameter.numel()
+        else:
+            left += rows * rank
+            right += columns * rank
+    return left, right
+
+
+def codec_costs(device: torch.device, count: int, world_size: int) -> dict[str, float]:
+    """Seconds that coding and decoding of all gradients take on this machine, by method; timed on a sample."""
+    sample = min(max(count, 1), SAMPLE)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sample, generator=generator).to(device)
+    share = count / sample
+    costs = {}
+    for method in METHODS:
+        if method in ("fp16", "bf16"):
+            half = torch.float16 if method == "fp16" else torch.bfloat16
+            once = _seconds(device, lambda half=half: values.copy_(values.to(half)))  # type: ignore[misc]
+        elif method == "powersgd":
+            once = _seconds(device, _low_rank(values))
+        else:
+            once = _seconds(device, _coding(make_codec(method), values, world_size))
+        costs[method] = once * share
+    return costs
+
+
+def _coding(codec: Codec, values: Tensor, world_size: int) -> Callable[[], object]:
+    """All that one rank does with its gradients."""
+    count = values.numel()
+    residual = torch.zeros(count, device=values.device)
+    payload = torch.empty(codec.encoded_bytes(count), dtype=torch.uint8, device=values.device)
+    out = torch.empty_like(values)
+    if not isinstance(codec, Quantizer):
+
+        def sparse() -> None:
+            codec.encode(values, payload, residual)
+            out.zero_()
+            for _ in range(world_size):
+                codec.decode_add(payload, out)
+
+        return sparse
+    shard = -(-count // world_size // codec.granularity) * codec.granularity
+    shard = min(shard, count)
+    shard_bytes = codec.encoded_bytes(shard)
+    parts = torch.zeros(world_size, shard_bytes, dtype=torch.uint8, device=values.device)
+    reduced = torch.empty(shard_bytes, dtype=torch.uint8, device=values.device)
+
+    def quantized() -> None:
+        codec.encode(values, payload, residual)
+        codec.reduce_mean(parts, reduced, shard, residual[:shard])
+        codec.decode(payload, out)
+
+    return quantized
+
+
+def _low_rank(values: Tensor) -> Callable[[], object]:
+    side = max(1, int(values.numel() ** 0.5))
+    matrix = values[: side * side].view(side, side)
+    vector, residual = torch.randn(side, 1, device=values.device), torch.zeros_like(matrix)
+
+    def both() -> None:
+        whole = matrix + residual
+        left = whole @ vector
+        right = whole.t() @ left
+        mean = left @ right.t()
+        torch.sub(whole, mean, out=residual)
+
+    return both
+
+
+def _seconds(device: torch.device, action: Callable[[], object]) -> float:
+    """The fastest of a few; the first call only warms up."""
+    best = float("inf")
+    for number in range(REPETITIONS + 1):
+        _wait(device)
+        begin = perf_counter()
+        action()
+        _wait(device)
+        if number:
+            best = min(best, perf_counter() - begin)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

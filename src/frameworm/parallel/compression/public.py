@@ -1,0 +1,167 @@
+"""Compression for a training loop of one's own: on a DDP model, or with a model to be wrapped."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from frameworm.config.parallel_section import ParallelConfig
+from frameworm.errors import ConfigError, EnvironmentSetupError, ModelError
+from frameworm.parallel.compression.control import CompressionControl
+from frameworm.records.observations import Compression
+
+METHODS = ("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd")
+
+
+class EnabledCompression:
+    """What `enable_gradient_compression` put in place; keep its `state_dict` in your checkpoints."""
+
+    def __init__(self, control: CompressionControl) -> None:
+        self._control = control
+        self._begins = False
+
+    @property
+    def method(self) -> str:
+        """The method in use; with `auto` it may change in the first steps."""
+        return self._control.hook.method
+
+    def describe(self) -> Compression:
+        """Method, bytes, and what `auto` weighed."""
+        return self._control.describe()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must remember: what compression still owes each parameter."""
+        return {**self._control.state_dict(), "world_size": dist.get_world_size()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Go on with what `state_dict` gave; returns what you should know about it."""
+        return self._control.load_state_dict(state, int(state["world_size"]))
+
+    def close(self) -> None:
+        """End the thread that sends; the model cannot be trained any more."""
+        self._control.close()
+
+    def send(self, state: Any, bucket: Any) -> Any:
+        """DDP's hook. A step is over when the next one sends its first bucket."""
+        if self._begins:
+            self._begins = False
+            self._control.after_step()
+        if bucket.is_last():
+            self._begins = True
+        return self._control.hook(state, bucket)
+
+
+def enable_gradient_compression(
+    ddp_model: DistributedDataParallel,
+    rank: int | None = None,
+    method: str = "auto",
+    *,
+    compression_ratio: float = 0.01,
+    powersgd_rank: int = 1,
+    rounding: str = "nearest",
+    error_feedback: bool = True,
+    allow_approximate: bool = False,
+) -> EnabledCompression:
+    """Make the gradients of a DDP model smaller on the wire.
+
+    Call it once, on all ranks, before the first backward pass. `Trainer` does it by itself (`parallel.compression`).
+
+    Args:
+        ddp_model: Wrapped in DistributedDataParallel and without a communication hook so far.
+        rank: This process' rank; None asks the process group.
+        method: One of auto, fp16, bf16, int8, int4, topk, powersgd.
+        compression_ratio: Share of the values that topk sends.
+        powersgd_rank: Rank of powersgd's matrices.
+        rounding: nearest or stochastic, of int8 and int4.
+        error_feedback: Send in the next step what was lost in this one.
+        allow_approximate: Let auto also take topk and powersgd, which need more steps to learn the same.
+
+    Raises:
+        ModelError: The model is not a DDP model, or has a hook already.
+        ConfigError: An unknown method, or a value out of range.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise ModelError(
+            "gradient compression hooks into DistributedDataParallel, and got a plain "
+            f"{type(ddp_model).__name__}: wrap it first, or train with Trainer and parallel.compression"
+        )
+    if method not in METHODS:
+        raise ConfigError(f"unknown compression method {method!r}; use one of {', '.join(METHODS)}")
+    if rank is not None and rank != dist.get_rank():
+        raise ConfigError(f"rank {rank} was given, but this process is rank {dist.get_rank()} of its group")
+    settings = ParallelConfig.model_validate(
+        {
+            "compression": method,
+            "compression_ratio": compression_ratio,
+            "powersgd_rank": powersgd_rank,
+            "rounding": rounding,
+            "error_feedback": error_feedback,
+            "allow_approximate": allow_approximate,
+        }
+    )
+    device = next(ddp_model.parameters()).device
+    control = CompressionControl(settings, device, dist.get_rank(), dist.get_world_size())
+    control.begin(ddp_model.module)
+    enabled = EnabledCompression(control)
+
+    def send(state: Any, bucket: Any) -> Any:
+        return enabled.send(state, bucket)
+
+    send.__annotations__ = {}  # DDP compares annotations with classes, which postponed ones are not
+    try:
+        ddp_model.register_comm_hook(None, send)
+    except RuntimeError as error:
+        control.close()
+        raise ModelError(f"DDP takes one communication hook, before its first backward pass: {error}") from None
+    return enabled
+
+
+class CompressedDDP(nn.Module):
+    """A model in DDP whose gradients are compressed.
+
+    Args:
+        model: On its device already.
+        compression_ratio: Share of the values that topk sends.
+        method: As in `enable_gradient_compression`.
+        settings: More arguments of `enable_gradient_compression`.
+    """
+
+    def __init__(
+        self, model: nn.Module, compression_ratio: float = 0.01, method: str = "topk", **settings: Any
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise EnvironmentSetupError(
+                "CompressedDDP needs a process group: start with torchrun, or call setup_ddp(rank, world_size) first"
+            )
+        device = next(model.parameters()).device
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        self.compression = enable_gradient_compression(
+            self.ddp, None, method, compression_ratio=compression_ratio, **settings
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return cast("nn.Module", self.ddp.module)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward."""
+        return self.ddp(*inputs, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Hold back the synchronisation of backward passes in this context."""
+        return cast("AbstractContextManager[None]", self.ddp.no_sync())
+
+    def backward_with_compression(self, loss: torch.Tensor) -> None:
+        """Backward; gradients are compressed, averaged over the ranks, and in place when it returns."""
+        loss.backward()

@@ -1,0 +1,308 @@
+"""What a network gives: seconds per collective and size, from measured points.
+
+Sizes are counted as nccl-tests counts them, in bytes of the whole: `all_reduce` and `broadcast` the tensor,
+`all_gather` the gathered result, `all_to_all` what one rank hands out. Between measured sizes time is linear in bytes.
+Below the smallest it is that of the smallest; beyond the largest it goes on with the last slope.
+
+Other world sizes than the measured one follow the ring algorithms. A collective of S bytes among n ranks takes
+
+    steps(n) * a + share(n) * S / b
+
+    all_reduce   steps 2(n-1)   share 2(n-1)/n
+    all_gather   steps   n-1    share  (n-1)/n
+    all_to_all   steps   n-1    share  (n-1)/n
+    broadcast    steps   n-1    share  1
+
+with a the time of one step and b the bus bandwidth, what each link carries. Measured times are cut into latency and
+transfer, and each part is scaled by the ratio of steps or shares. Trees, links of different speed (GPUs of one node
+against nodes) and more traffic in one switch are not in these formulas: far from the measured world size, measure.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from frameworm.errors import NetworkModelError
+from frameworm.records.atomic import write_atomic
+from frameworm.records.statistics import percentile
+
+SCHEMA_VERSION = 1
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+
+# Up to here the time of a message is taken to be all latency.
+_SMALL_BYTES = 4096
+# The bandwidth is fitted over sizes down to this part of the largest.
+_LARGE_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPoint:
+    """One size of one collective: the spread of its times, each the slowest rank's."""
+
+    size_bytes: int
+    median_s: float
+    q1_s: float
+    q3_s: float
+    repetitions: int
+
+    @classmethod
+    def from_times(cls, size_bytes: int, times_s: Sequence[float]) -> NetworkPoint:
+        """Sum repetitions up."""
+        ordered = sorted(times_s)
+        return cls(
+            size_bytes,
+            percentile(ordered, 0.5),
+            percentile(ordered, 0.25),
+            percentile(ordered, 0.75),
+            len(ordered),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """A collective in two numbers: a latency, and the bandwidth at which large sizes grow."""
+
+    latency_s: float
+    bytes_per_s: float | None  # None where no two sizes show a growth
+
+
+def bus_share(collective: str, world_size: int) -> float:
+    """Bytes that each link carries per byte of the collective's size, in a ring of that many ranks."""
+    _known(collective)
+    if world_size <= 1:
+        return 0.0
+    share = (world_size - 1) / world_size
+    return {"all_reduce": 2 * share, "broadcast": 1.0}.get(collective, share)
+
+
+def ring_steps(collective: str, world_size: int) -> int:
+    """Messages that follow one another in a ring of that many ranks."""
+    _known(collective)
+    return (2 if collective == "all_reduce" else 1) * max(0, world_size - 1)
+
+
+def fit(points: Sequence[NetworkPoint]) -> CollectiveFit:
+    """Latency from the small sizes, bandwidth by least squares over the large ones.
+
+    Latency is the quickest median among sizes up to 4 KiB, which carry next to nothing; where none is that small, the
+    smallest size's without its transfer. The line through the large sizes (a sixteenth of the largest and more, at
+    least the two largest) has its own intercept, so that what passes at once after a pause does not count as bandwidth.
+    Errors count relative to the time, as they grow with it.
+    """
+    large = [point for point in points if point.size_bytes >= points[-1].size_bytes * _LARGE_SHARE]
+    if len(large) < 2:
+        large = list(points[-2:])
+    slope = _slope(large)
+    small = [point.median_s for point in points if point.size_bytes <= _SMALL_BYTES]
+    latency_s = min(small, default=points[0].median_s)
+    if not small and slope is not None:
+        latency_s = max(0.0, latency_s - points[0].size_bytes * slope)
+    return CollectiveFit(latency_s, None if slope is None else 1 / slope)
+
+
+def _slope(points: Sequence[NetworkPoint]) -> float | None:
+    """Seconds per byte, or None where time does not grow with size."""
+    if len(points) < 2:
+        return None
+    weights = [1 / point.median_s**2 for point in points]
+    total = math.fsum(weights)
+    size = math.fsum(weight * point.size_bytes for weight, point in zip(weights, points)) / total
+    time_s = math.fsum(weight * point.median_s for weight, point in zip(weights, points)) / total
+    spread = math.fsum(weight * (point.size_bytes - size) ** 2 for weight, point in zip(weights, points))
+    together = math.fsum(
+        weight * (point.size_bytes - size) * (point.median_s - time_s) for weight, point in zip(weights, points)
+    )
+    return together / spread if together > 0 else None
+
+
+@dataclass(frozen=True)
+class NetworkModel:
+    """Measured times of collectives between the ranks of one job.
+
+    Attributes:
+        points: By collective, sizes ascending.
+        world_size: Ranks that took part.
+        hosts: Machines they were on, as the network sees them.
+        backend: gloo or nccl.
+        device: Where the tensors were: cpu or cuda.
+        environment: The fingerprint of what it was measured on.
+    """
+
+    points: Mapping[str, tuple[NetworkPoint, ...]]
+    world_size: int
+    hosts: int = 1
+    backend: str = "unknown"
+    device: str = "cpu"
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise NetworkModelError(f"a network is measured between 2 ranks or more, not {self.world_size}")
+        for collective, points in self.points.items():
+            _known(collective)
+            sizes = [point.size_bytes for point in points]
+            if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 0:
+                raise NetworkModelError(f"sizes of {collective} must ascend from 0 or more, got {sizes}")
+            if not all(math.isfinite(point.median_s) and point.median_s > 0 for point in points):
+                raise NetworkModelError(f"times of {collective} must be positive numbers of seconds")
+
+    def seconds(self, collective: str, size_bytes: float, world_size: int | None = None) -> float:
+        """How long a collective of that size takes.
+
+        Args:
+            collective: all_reduce, all_gather, all_to_all or broadcast.
+            size_bytes: As counted in the module's first lines.
+            world_size: Another number of ranks than was measured, by the ring formulas.
+
+        Raises:
+            NetworkModelError: The collective is unknown or was not measured.
+        """
+        measured_s = _interpolate(self._of(collective), size_bytes)
+        if world_size is None or world_size == self.world_size:
+            return measured_s
+        if world_size <= 1:
+            return 0.0
+        latency_s = min(measured_s, self.fit(collective).latency_s)
+        steps = ring_steps(collective, world_size) / ring_steps(collective, self.world_size)
+        share = bus_share(collective, world_size) / bus_share(collective, self.world_size)
+        return latency_s * steps + (measured_s - latency_s) * share
+
+    def fit(self, collective: str) -> CollectiveFit:
+        """Latency and bandwidth of a collective (bytes of its size per second)."""
+        return fit(self._of(collective))
+
+    def latency_s(self, collective: str = "all_reduce") -> float:
+        """Time of a collective that carries next to nothing."""
+        return self.fit(collective).latency_s
+
+    def bus_bytes_per_s(self, collective: str = "all_reduce") -> float | None:
+        """What each link carries while a large collective runs; comparable between collectives and with the link."""
+        rate = self.fit(collective).bytes_per_s
+        return None if rate is None else rate * bus_share(collective, self.world_size)
+
+    def summary(self) -> dict[str, dict[str, float | None]]:
+        """By collective: latency_us, bandwidth_gbps (of its size) and bus_bandwidth_gbps (of a link), in Gbit/s."""
+        found: dict[str, dict[str, float | None]] = {}
+        for collective in self.points:
+            numbers = self.fit(collective)
+            found[collective] = {
+                "latency_us": _rounded(numbers.latency_s, 1e6),
+                "bandwidth_gbps": _rounded(numbers.bytes_per_s, 8e-9),
+                "bus_bandwidth_gbps": _rounded(self.bus_bytes_per_s(collective), 8e-9),
+            }
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `network.json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "world_size": self.world_size,
+            "hosts": self.hosts,
+            "backend": self.backend,
+            "device": self.device,
+            "summary": self.summary(),
+            "points": {name: [asdict(point) for point in points] for name, points in self.points.items()},
+            "environment": dict(self.environment),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NetworkModel:
+        """Read what `to_dict` gave; the summary is worked out anew.
+
+        Raises:
+            NetworkModelError: Something is missing, malformed, or from a later version.
+        """
+        try:
+            version = data["schema_version"]
+            if version != SCHEMA_VERSION:
+                raise NetworkModelError(f"schema_version {version} is not {SCHEMA_VERSION}: measure again")
+            points = {
+                name: tuple(
+                    NetworkPoint(
+                        size_bytes=int(item["size_bytes"]),
+                        median_s=float(item["median_s"]),
+                        q1_s=float(item["q1_s"]),
+                        q3_s=float(item["q3_s"]),
+                        repetitions=int(item["repetitions"]),
+                    )
+                    for item in items
+                )
+                for name, items in data["points"].items()
+            }
+            return cls(
+                points=points,
+                world_size=int(data["world_size"]),
+                hosts=int(data["hosts"]),
+                backend=str(data["backend"]),
+                device=str(data["device"]),
+                environment=dict(data.get("environment") or {}),
+            )
+        except KeyError as error:
+            raise NetworkModelError(f"{error.args[0]} is missing") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, NetworkModelError):
+                raise
+            raise NetworkModelError(f"malformed: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write `network.json` as a whole or not at all."""
+        write_atomic(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> NetworkModel:
+        """Read a `network.json`.
+
+        Raises:
+            NetworkModelError: It is missing or does not hold a network.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise NetworkModelError(f"cannot read {path}: {error.strerror}; `frameworm network` writes one") from error
+        except ValueError as error:
+            raise NetworkModelError(f"{path} is not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise NetworkModelError(f"{path} holds no network; `frameworm network --out {path}` writes one")
+        try:
+            return cls.from_dict(data)
+        except NetworkModelError as error:
+            raise NetworkModelError(f"{path}: {error}") from error
+
+    def _of(self, collective: str) -> tuple[NetworkPoint, ...]:
+        _known(collective)
+        if collective not in self.points:
+            raise NetworkModelError(f"{collective} was not measured, only {', '.join(self.points) or 'nothing'}")
+        return self.points[collective]
+
+
+def _known(collective: str) -> None:
+    if collective not in COLLECTIVES:
+        raise NetworkModelError(f"{collective} is not one of {', '.join(COLLECTIVES)}")
+
+
+def _interpolate(points: Sequence[NetworkPoint], size_bytes: float) -> float:
+    first, last = points[0], points[-1]
+    if size_bytes <= first.size_bytes or len(points) == 1:
+        # A single size says nothing about growth; taking all of its time for transfer never promises too much.
+        return first.median_s * max(1.0, size_bytes / max(1, first.size_bytes))
+    if size_bytes > last.size_bytes:
+        before = points[-2]
+        slope = (last.median_s - before.median_s) / (last.size_bytes - before.size_bytes)
+        if slope <= 0:  # noise: more bytes never take less time
+            slope = _slope(points) or last.median_s / last.size_bytes
+        return last.median_s + slope * (size_bytes - last.size_bytes)
+    above = bisect.bisect_left([point.size_bytes for point in points], size_bytes)
+    low, high = points[above - 1], points[above]
+    part = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.median_s + (high.median_s - low.median_s) * part
+
+
+def _rounded(value: float | None, scale: float) -> float | None:
+    """Four digits are more than a network repeats."""
+    return None if value is None else float(f"{value * scale:.4g}")
