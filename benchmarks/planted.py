@@ -168,7 +168,7 @@ def restarted_workers(folder: Path, rank: int) -> RunRecord:
 def too_many_workers(folder: Path, rank: int) -> RunRecord:
     workers = 10 * len(os.sched_getaffinity(0))
     loader = DataLoader(Samples(16 * 150, busy(0.008)), 16, num_workers=workers)
-    return fit(wide_model(256), loader, config=with_workers(workers))
+    return fit(wide_model(256), loader)
 
 
 @planted("slow_disk", "input_bound", "samples read from a file through a reader held to 2 MB/s (simulated by sleeping)")
@@ -185,16 +185,6 @@ def slow_disk(folder: Path, rank: int) -> RunRecord:
         time.sleep(max(0.0, size / rate - (time.perf_counter() - begin)))
 
     return fit(Sleeper(), DataLoader(Samples(8 * STEPS, read), 8))
-
-
-def with_workers(workers: int) -> Config:
-    """The Python API does not tell the rules about a foreign loader; the config does."""
-    config = Config()
-    config.data.num_workers = workers
-    config.gpu.mixed_precision = "off"
-    config.training.accumulation = 1
-    config.training.schedule = "constant"
-    return config
 
 
 # Output and saving.

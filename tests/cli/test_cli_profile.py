@@ -222,24 +222,28 @@ def test_steps_of_a_process_that_was_ended_can_be_judged(cli: Cli, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "package", "steps", "accumulation"),
+    ("command", "package", "steps", "accumulation", "checkpoints"),
     [
-        ("plain_loop", "torch", 120, 1),
-        ("accumulation_loop", "torch", 40, 4),
-        ("lightning_example", "lightning", 60, 1),
-        ("accelerate_example", "accelerate", 80, 2),
+        ("plain_loop", "torch", 120, 1, 3),
+        ("accumulation_loop", "torch", 40, 4, 0),
+        ("lightning_example", "lightning", 60, 1, 2),
+        ("accelerate_example", "accelerate", 80, 2, 0),
+        ("trainer_example", "transformers", 80, 1, 0),
+        ("trainer_example --accumulation 4 --save", "transformers", 20, 4, 2),
     ],
 )
 def test_examples_give_the_same_results(
-    name: str, package: str, steps: int, accumulation: int, cli: Cli, tmp_path: Path
+    command: str, package: str, steps: int, accumulation: int, checkpoints: int, cli: Cli, tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    for needed in (package, "accelerate") if package == "transformers" else (package,):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    name, *args = command.split()
     script = EXAMPLES / f"{name}.py"
     assert "import frameworm" not in script.read_text()
-    plain = plainly(script, cwd=tmp_path)
+    plain = plainly(script, *args, cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
-    done = cli("profile", "--out", tmp_path / "run", script, timeout_s=LONG_S, cwd=tmp_path)
+    done = cli("profile", "--out", tmp_path / "run", script, *args, timeout_s=LONG_S, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     assert done.stderr.startswith(plain.stderr)
     for word in ("mean step, by phase", "forward", "verdict", str(tmp_path / "run")):
@@ -249,7 +253,19 @@ def test_examples_give_the_same_results(
     assert summary["batch"]["accumulation"] == accumulation
     assert summary["unseen"] == []
     assert {"data_wait", "forward", "backward", "optimizer"} <= set(summary["phases"])
-    assert ("validation" in summary["phases"]) == (name in ("plain_loop", "lightning_example"))
+    assert ("validation" in summary["phases"]) == (name in ("plain_loop", "lightning_example", "trainer_example"))
+    assert summary["checkpoint"]["count"] == checkpoints
+    assert ("checkpoint" in summary["phases"]) == (checkpoints > 0)
+
+
+@pytest.mark.slow
+def test_a_library_that_asks_for_torch_before_importing_it_is_no_import(cli: Cli, tmp_path: Path) -> None:
+    asking = "import importlib.util\nassert importlib.util.find_spec('torch') is not None"
+    script = write(tmp_path, TRAINING)
+    script.write_text(f"{asking}\n{script.read_text()}")
+    done = cli("profile", "--out", tmp_path / "run", script, "through", timeout_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert assert_complete(tmp_path / "run")[0]["steps"] == 60
 
 
 def torchrun(script: Path, folder: Path, *args: str, profile: bool = True) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -253,3 +254,49 @@ def test_a_small_batch_keeps_its_kind(kind: str) -> None:
     assert all(item.device.type == "meta" and item.shape == (3,) for item in prefetch.tensors_in(moved))
     assert not prefetch._is_small((tensor, "text"))
     assert not prefetch._is_small(torch.empty(prefetch.SMALL_BATCH_BYTES, device="meta"))
+
+
+class SideStream:
+    """Stands in for a stream and an event, which a machine without a GPU cannot make."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [8, prefetch.SMALL_BATCH_BYTES], ids=["small", "large"])
+def test_the_time_of_copies_is_told_apart_from_that_of_the_loader(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    now_s = 0.0
+
+    def copy(batch: Any, device: Any, non_blocking: bool = True) -> Any:
+        nonlocal now_s
+        now_s += 0.25
+        return batch
+
+    def batches() -> Iterator[torch.Tensor]:
+        nonlocal now_s
+        for _ in range(3):
+            now_s += 1.0
+            yield torch.zeros(size, dtype=torch.float32)
+
+    monkeypatch.setattr(prefetch, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(prefetch, "_copied", copy)
+    monkeypatch.setattr(prefetch, "move_batch", copy)
+    monkeypatch.setattr(prefetch, "_checked", torch.device)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, SideStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    loader = CudaDataLoader(batches(), "cuda:0")
+    spent = []
+    iterator = iter(loader)
+    while next(iterator, None) is not None:
+        spent.append(loader.copied_s)
+        loader.copied_s = 0.0
+    # A large batch is copied one ahead, so that the first request makes two copies and the last none.
+    assert spent == ([0.25, 0.25, 0.25] if size == 8 else [0.5, 0.25, 0.0])
+    assert loader.copied_s == 0.0

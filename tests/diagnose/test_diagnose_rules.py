@@ -331,6 +331,18 @@ def test_workers_that_outnumber_the_cores_are_the_cause_of_waiting() -> None:
     assert ("data.num_workers", 7) in [(item.knob, item.value) for item in judgement.findings[0].remedies]
 
 
+def test_crowded_threads_leave_cores_idle_while_they_wait_for_each_other() -> None:
+    threads = {"torch_threads": 64}
+    busy = cpu_system(0.85, cpu_process=around(6.8))
+    judgement = judged(system=busy, environment=threads)
+    assert judgement.verdict == "cpu_oversubscribed"
+    evidence = judgement.findings[0].evidence
+    assert (evidence["threads_per_core"], evidence["cores_used"]) == (8.0, 6.8)
+    # As many threads as cores that are as busy: that is computing, and somebody else's work is not ours.
+    assert judged(system=busy).verdict == "healthy"
+    assert judged(system=cpu_system(0.85, cpu_process=around(1.0)), environment=threads).verdict == "healthy"
+
+
 def test_a_straggler_is_named_with_the_phase_it_loses() -> None:
     finding = judged(**CASES["straggler"][0]).findings[0]
     assert finding.evidence["slowest_rank"] == 1

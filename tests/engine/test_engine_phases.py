@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.utils.data import DataLoader
 from workbench import Steps, classification
 
 from frameworm import Trainer
+from frameworm.data.steps import StepSource
 from frameworm.engine.state import TrainingState
 from frameworm.records.schema import StepRecord
+from frameworm.records.writer import read_steps
 
 pytestmark = pytest.mark.timing
 
@@ -98,3 +101,62 @@ def test_a_slow_validation_is_a_phase_of_the_last_step() -> None:
     trainer.train(DataLoader(classification(20), batch_size=4), validation)
     assert ["validation" in step.phases for step in steps.records] == [False] * 4 + [True]
     assert steps.records[-1].phases["validation"] >= 2 * WAIT_S
+
+
+class SlowToStart(DataLoader[Any]):
+    """Takes its time before the first batch, as one does that starts processes."""
+
+    def __iter__(self) -> Any:
+        time.sleep(WAIT_S)
+        return super().__iter__()
+
+
+def test_starting_a_loader_is_a_wait_for_data_in_each_epoch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run", progress=False)
+    record = trainer.train(SlowToStart(classification(12), 4), epochs=6)
+    steps = read_steps(tmp_path / "run" / "steps-rank0.jsonl")
+    assert [step.step for step in steps] == list(range(1, 19))
+    firsts = [step for step in steps if step.step % 3 == 1]
+    others = [step for step in steps if step.step % 3 != 1]
+    assert close(median(step.phases["data_wait"] for step in firsts), WAIT_S)
+    assert median(step.phases["data_wait"] for step in others) < WAIT_S / 3
+    assert all(sum(step.phases.values()) == pytest.approx(step.step_s, rel=1e-5) for step in steps)
+    assert sum(epoch.epoch_time_s for epoch in record.epochs) >= 6 * WAIT_S
+    assert record.verdict == "input_bound"
+
+
+def test_what_the_host_spends_on_copying_a_batch_is_no_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = types.SimpleNamespace(copied_s=1.0)  # from before the epoch, and nobody's
+
+    class Copying(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                time.sleep(0.02)
+                time.sleep(WAIT_S)
+                copies.copied_s += WAIT_S
+                yield batch
+
+    monkeypatch.setattr(StepSource, "copies", property(lambda self: copies))
+    steps = Steps()
+    model = nn.Linear(6, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[steps], device="cpu", run_dir=None)
+    trainer.train(Copying(classification(32), batch_size=4))
+    assert close(median(step.phases["transfer"] for step in steps.records), WAIT_S)
+    assert close(median(step.phases["data_wait"] for step in steps.records), 0.02)
+    assert max(step.phases["transfer"] for step in steps.records) < 2 * WAIT_S
+
+
+def test_a_run_that_fails_leaves_its_short_steps_in_the_file(tmp_path: Path) -> None:
+    class Ending(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for number, batch in enumerate(super().__iter__()):
+                if number == 9:
+                    raise OSError("the store is gone")
+                yield batch
+
+    model = nn.Linear(6, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", run_dir=tmp_path / "run")
+    with pytest.raises(OSError, match="the store is gone"):
+        trainer.train(Ending(classification(80), batch_size=4))
+    assert [step.step for step in read_steps(tmp_path / "run" / "steps-rank0.jsonl")] == list(range(1, 10))

@@ -57,6 +57,7 @@ def test_a_slow_data_set_is_the_verdict(tmp_path: Path) -> None:
     assert finding.severity == "critical"
     assert finding.evidence["data_wait_s"] >= DELAY_S
     assert finding.evidence["measured_steps"] == 25
+    assert finding.evidence["num_workers"] == record.environment["num_workers"] == 0
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert stored["verdict"] == "input_bound"
     assert RunRecord.from_dict(stored).findings == record.findings

@@ -15,7 +15,7 @@ from frameworm.observe import attach_ranks
 from frameworm.observe.attach_ranks import SharedFolder
 from frameworm.observe.attach_record import Surroundings, judge_record, record_of
 from frameworm.observe.attach_script import without_own_frames
-from frameworm.records.schema import StepRecord
+from frameworm.records.schema import Compilation, StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import step_line
 
@@ -44,8 +44,10 @@ def write_steps(folder: Path, rank: int, phases: dict[str, float], count: int = 
 
 
 def test_record_of_one_rank(tmp_path: Path) -> None:
-    write_steps(tmp_path, 0, {"data_wait": 0.03, "forward": 0.01, "backward": 0.02}, fetches=2.0, checkpoints=1.0)
-    around = Surroundings("profile-x", "completed", facts={"precision": "bf16", "parameters": 7})
+    write_steps(tmp_path, 0, {"data_wait": 0.03, "forward": 0.01, "backward": 0.02}, fetches=2.0, checkpoints=3.0)
+    compilation = Compilation(time_s=2.0, graphs=1, recompilations=0)
+    facts = {"precision": "bf16", "parameters": 7}
+    around = Surroundings("profile-x", "completed", facts=facts, compilation=compilation)
     record, series = record_of(RunFolder(tmp_path), around)
     assert record.source == "attached"
     assert (record.steps, record.precision, record.parameters) == (20, "bf16", 7)
@@ -53,7 +55,8 @@ def test_record_of_one_rank(tmp_path: Path) -> None:
     assert record.throughput.samples_per_s == pytest.approx(8 / 0.06)
     assert record.phases["data_wait"].share == pytest.approx(0.5)
     assert record.unseen == ["optimizer"]
-    assert record.checkpoint.count == 20
+    assert record.checkpoint.count == 20  # three files in one step are one checkpoint
+    assert record.compilation is compilation
     assert len(series) == 20
     judge_record(record, RunFolder(tmp_path))
     assert record.verdict == "input_bound"

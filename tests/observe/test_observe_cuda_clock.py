@@ -217,3 +217,21 @@ def test_buckets_are_noted_only_in_steps_that_are_divided(device: Device) -> Non
         _step(clock, device, number, 0.5)
     assert all(wanted[:GROUP_STEPS])
     assert sum(wanted[GROUP_STEPS:]) == (40 - GROUP_STEPS) // DIVIDE_EVERY
+
+
+@pytest.mark.parametrize(("gap_s", "hidden"), [(0.05, 1.0), (0.06, 1.0), (0.025, 0.5)])
+def test_a_copy_that_the_host_makes_is_no_wait_for_data(device: Device, gap_s: float, hidden: float) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = []
+    for number in range(GROUP_STEPS):
+        clock.mark(OTHER)
+        device.work(gap_s, host_s=0.05)  # the host fetches for 20 ms and copies for 30
+        clock.copied(0.03)
+        clock.mark(DATA_WAIT)
+        device.work(0.04)
+        clock.mark(FORWARD)
+        timed += clock.end_step(number, ())
+    for item in timed + clock.drain():
+        assert item.phases[DATA_WAIT] == pytest.approx(0.02 * hidden)
+        assert item.phases[TRANSFER] == pytest.approx(0.03 * hidden + max(gap_s - 0.05, 0.0))
+        assert sum(item.phases.values()) == pytest.approx(item.step_s)

@@ -17,7 +17,7 @@ from frameworm import Callback, RunRecord, Trainer
 from frameworm.config.schema import ObserveConfig
 from frameworm.observe import windows
 from frameworm.observe.device_clock import make_clock
-from frameworm.observe.nvtx import PhaseRanges, nsys_command, nvtx_functions
+from frameworm.observe.nvtx import LiveRanges, PhaseRanges, nsys_command, nvtx_functions
 from frameworm.observe.trace import read_trace
 from frameworm.observe.windows import Windows, choose_schedule
 from frameworm.records.schema import StepRecord
@@ -169,20 +169,24 @@ def test_nvtx_without_a_device_says_so(tmp_path: Path) -> None:
 
 
 class Log:
-    """Stands for NVTX."""
+    """Stands for NVTX; ranges inside of others are told apart by a slash."""
 
-    def __init__(self) -> None:
+    def __init__(self, deepest: int = 1) -> None:
         self.names: list[str] = []
-        self.depth = 0
+        self._deepest = deepest
+        self._open: list[str] = []
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
 
     def push(self, name: str) -> None:
-        self.names.append(name)
-        self.depth += 1
-        assert self.depth == 1
+        self._open.append(name)
+        assert self.depth <= self._deepest
+        self.names.append("/".join(self._open))
 
     def pop(self) -> None:
-        self.depth -= 1
-        assert self.depth == 0
+        self._open.pop()
 
 
 def test_ranges_foresee_the_phases() -> None:
@@ -215,14 +219,47 @@ def test_marks_outside_a_step_open_nothing() -> None:
 
 
 def test_nvtx_ranges_surround_the_phases_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log()
+    log = Log(deepest=2)
     monkeypatch.setattr(windows, "nvtx_functions", lambda: (log.push, log.pop))
     _, plain = train(tmp_path / "plain", steps=4)
     _, ranged = train(tmp_path / "ranged", steps=4, nvtx=True)
     assert torch.equal(plain, ranged)
-    steps = ["data_wait", "forward", "backward", "optimizer"] * 4
+    step = ["step/data_wait", "step/forward", "step/backward", "step/optimizer"]
     # At last the loop looks for one more batch; that none comes could not be foreseen.
-    assert [name for name in log.names if name != "other"] == [*steps, "validation", "data_wait", "forward"]
+    found = [name for name in log.names if name not in ("step", "step/other")]
+    assert found == [*step * 4, "step/validation", "step/data_wait", "step/forward"]
+    assert log.names.count("step") == 5
+    assert log.depth == 0
+
+
+def test_ranges_of_a_loop_that_does_not_say_where_its_steps_end() -> None:
+    log = Log(deepest=3)
+    ready = False
+    ranges = LiveRanges(log.push, log.pop, lambda: ready)
+
+    def phase(name: str, inner: str | None = None) -> None:
+        ranges.enter(name)
+        if inner is not None:
+            phase(inner)
+        ranges.leave()
+
+    ranges.enter("data_wait")
+    ready = True  # the device comes to life within a phase, which then has no range to close
+    ranges.leave()
+    assert log.names == []
+    micro_batch = ["data_wait", "forward", "backward"]
+    for _ in range(2):
+        for name in micro_batch * 2:
+            phase(name)
+        phase("optimizer", "forward")  # with a closure
+        ranges.stepped()
+        phase("checkpoint")
+    step = ["step", *(f"step/{name}" for name in micro_batch * 2)]
+    step += ["step/optimizer", "step/optimizer/forward", "step/checkpoint"]
+    assert log.names == step * 2
+    ranges.enter("forward")
+    ranges.close()
+    assert log.names[-2:] == ["step", "step/forward"]
     assert log.depth == 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -50,6 +52,35 @@ def test_non_finite_losses_are_valid_json_and_come_back() -> None:
         data = json.loads(step_line(make_step(1, loss)), parse_constant=lambda word: pytest.fail(word))
         assert data["loss"] == str(loss)
         assert str(StepRecord.from_dict(data).loss) == str(loss)
+
+
+def test_a_line_holds_every_value_and_times_to_the_nanosecond() -> None:
+    draw = random.Random(3)
+    names = ["forward", "100%", 'a "b"', "ünï", "%.9f", "other"]
+    for number in range(1, 200):
+        record = make_step(number, draw.choice([None, draw.gauss(0, 1), 1e-300]))
+        record.time = 1.7e9 + draw.random()
+        record.step_s = draw.random()
+        record.phases = {name: draw.random() * 10 ** draw.randint(-6, 3) for name in draw.sample(names, 3)}
+        record.metrics = draw.choice([{}, {"sync_s": draw.random(), "sy%ncs": 3}])
+        record.skipped = draw.choice([None, True, False])
+        record.count = draw.choice([8, 8.5])
+        record.grad_norm, record.rank_wait_s = draw.choice([None, draw.random()]), draw.choice([None, draw.random()])
+        found = dataclasses.asdict(StepRecord.from_dict(json.loads(step_line(record))))
+        planted = dataclasses.asdict(record)
+        assert found.pop("time") == pytest.approx(planted.pop("time"), abs=1e-6)
+        assert found.pop("step_s") == pytest.approx(planted.pop("step_s"), abs=1e-9)
+        assert found.pop("phases") == pytest.approx(planted.pop("phases"), abs=1e-9)
+        assert found == planted
+
+
+@pytest.mark.parametrize("field", ["time", "step_s", "count", "grad_norm"])
+def test_a_number_that_json_lacks_does_not_break_the_line(field: str) -> None:
+    record = make_step(1)
+    setattr(record, field, math.inf)
+    record.phases = {"forward": math.nan}
+    data = json.loads(step_line(record), parse_constant=lambda word: pytest.fail(word))
+    assert (data[field], data["phases"]) == ("inf", {"forward": "nan"})
 
 
 def test_flush_makes_steps_visible_while_the_run_goes_on(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 def batch_size_of(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of its first tensor that has one, or None."""
-    first = next(_items(batch), None)
+    kind = type(batch)
+    first = batch[0] if (kind is tuple or kind is list) and batch else next(iter(_items(batch)), None)
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return first.size(0)
     for tensor in tensors_in(batch):
@@ -82,6 +84,10 @@ class CudaDataLoader:
         loader: Any iterable of batches.
         device: Where they are wanted.
 
+    Attributes:
+        copied_s: Time the host has spent in copies to a GPU since somebody set this to 0. A copy from page-locked
+            memory is only ordered; with one from other memory the host has to help, which is no wait for the loader.
+
     Raises:
         DeviceError: There is no such GPU.
     """
@@ -89,6 +95,7 @@ class CudaDataLoader:
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int) -> None:
         self.loader: Any = loader
         self.device = _checked(device)
+        self.copied_s = 0.0
         self._stream: torch.cuda.Stream | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,7 +123,10 @@ class CudaDataLoader:
             if not _is_small(batch):
                 yield from self._ahead(chain([batch], batches))
                 return
-            yield _copied(batch, self.device)
+            begin = perf_counter()
+            copied = _copied(batch, self.device)
+            self.copied_s += perf_counter() - begin
+            yield copied
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._stream is None:
@@ -124,7 +134,7 @@ class CudaDataLoader:
         stream = self._stream
         # One event serves all copies: a copy begins only after the caller's stream was told to wait for the one before.
         arrived = torch.cuda.Event()
-        upcoming = _Transfer(batches, self.device, stream, arrived)
+        upcoming = _Transfer(self, batches, stream, arrived)
         while True:
             transfer = upcoming
             batch = transfer.receive()
@@ -132,7 +142,7 @@ class CudaDataLoader:
                 return
             # The next copy is on its way before the caller computes on this batch; should the caller wait for the
             # device in every step, the copy still runs beside the step.
-            upcoming = _Transfer(batches, self.device, stream, arrived)
+            upcoming = _Transfer(self, batches, stream, arrived)
             del transfer
             yield batch
             del batch
@@ -142,7 +152,7 @@ class CudaDataLoader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         arrived = torch.cuda.Event()
-        upcoming = _Transfer(chunks, self.device, self._stream, arrived)
+        upcoming = _Transfer(self, chunks, self._stream, arrived)
         while True:
             chunk = upcoming.receive()
             if upcoming.ended:
@@ -152,7 +162,7 @@ class CudaDataLoader:
                 yield batch
                 # Not before the first batch is out: the caller can begin with it while the next chunk is made.
                 if following is None:
-                    following = _Transfer(chunks, self.device, self._stream, arrived)
+                    following = _Transfer(self, chunks, self._stream, arrived)
             assert following is not None, "a chunk holds at least one batch"
             upcoming = following
 
@@ -160,12 +170,12 @@ class CudaDataLoader:
 class _Transfer:
     """One batch on its way to the device, or the error that came instead of it."""
 
-    __slots__ = ("_arrived", "_batch", "_device", "_error", "_late", "ended")
+    __slots__ = ("_arrived", "_batch", "_error", "_late", "_loader", "ended")
 
     def __init__(
-        self, batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream, arrived: torch.cuda.Event
+        self, loader: CudaDataLoader, batches: Iterator[Any], stream: torch.cuda.Stream, arrived: torch.cuda.Event
     ) -> None:
-        self._device = device
+        self._loader = loader
         self._error: Exception | None = None
         self._batch: Any = None
         self._late = False
@@ -184,18 +194,24 @@ class _Transfer:
             # What cannot be seen cannot be guarded by record_stream: it is copied on the caller's own stream.
             self._batch, self._late = batch, True
             return
+        begin = perf_counter()
         with torch.cuda.stream(stream):
-            self._batch = move_batch(batch, device)
+            self._batch = move_batch(batch, loader.device)
             arrived.record(stream)
+        loader.copied_s += perf_counter() - begin
 
     def receive(self) -> Any:
         """The batch, safe to use on the caller's current stream."""
         if self._error is not None:
             raise self._error
+        loader = self._loader
         if self._late:
-            return move_batch(self._batch, self._device)
+            begin = perf_counter()
+            moved = move_batch(self._batch, loader.device)
+            loader.copied_s += perf_counter() - begin
+            return moved
         if not self.ended:
-            current = torch.cuda.current_stream(self._device)
+            current = torch.cuda.current_stream(loader.device)
             current.wait_event(self._arrived)
             for tensor in tensors_in(self._batch):
                 if tensor.is_cuda:
@@ -204,10 +220,10 @@ class _Transfer:
         return self._batch
 
 
-def _items(batch: Any) -> Iterator[Any]:
+def _items(batch: Any) -> Iterable[Any]:
     """What a batch of a usual kind holds, or else the batch itself; looked at in every step, so it goes no deeper."""
     kind = type(batch)
-    return iter(batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,))
+    return batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
 
 
 def _copied(batch: Any, device: torch.device) -> Any:
@@ -232,7 +248,10 @@ def _is_small(batch: Any) -> bool:
 
 def _lies_on_host(batch: Any) -> bool:
     """Whether this is a batch of a usual kind with nothing to move: far cheaper to see than to try."""
-    return all(isinstance(item, torch.Tensor) and item.is_cpu for item in _items(batch))
+    for item in _items(batch):  # noqa: SIM110 - a generator would cost more than all it asks
+        if not isinstance(item, torch.Tensor) or not item.is_cpu:
+            return False
+    return True
 
 
 def _hides_tensors(batch: Any) -> bool:

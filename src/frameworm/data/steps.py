@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from frameworm.data.adopt import set_loader_epoch
+from frameworm.data.adopt import RankBatches, set_loader_epoch
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.errors import DataError
@@ -68,6 +69,20 @@ class StepSource:
             assert max_over_ranks is not None
             most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
             self.steps_per_epoch = None if math.isinf(most) else int(most)
+
+    @property
+    def copies(self) -> CudaDataLoader | None:
+        """Whose `copied_s` tells how much of a wait was the batch's copy to the device; None where none is made."""
+        copies = isinstance(self.loader, CudaDataLoader) and self.loader.device.type != "cpu"
+        return self.loader if copies else None
+
+    @property
+    def num_workers(self) -> int | None:
+        """Loader processes; None for a loader of a kind that has none."""
+        inner = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
+        if isinstance(inner, OptimizedDataLoader):
+            return None if inner.packs else inner.num_workers
+        return inner.num_workers if isinstance(inner, DataLoader) else None
 
     def _count_steps(self) -> int | None:
         """Steps this rank's loader has in an epoch, or None when it does not say."""

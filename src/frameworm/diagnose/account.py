@@ -96,22 +96,22 @@ class _Sums:
         self._stride = 1
 
     def add(self, step: StepRecord) -> None:
-        step_s = known(step.step_s)
-        if step_s is None or step_s < SHORTEST_S:
+        step_s = step.step_s if type(step.step_s) is float else known(step.step_s)
+        if step_s is None or not SHORTEST_S <= step_s < LARGEST:
             return
         phases = step.phases or {}
-        rare_s = 0.0
+        training_s = step_s
         for name in RARE:
-            seconds = phases.get(name)
-            if seconds:
-                rare_s += self._add_rare(name, seconds, step_s - rare_s)
+            if name in phases:
+                training_s -= self._add_rare(name, phases[name], training_s)
         self.steps += 1
         self.total_s += step_s
-        self.samples += int(known(step.samples) or 0)
-        tokens = known(step.tokens)
-        if tokens is not None:
-            self.tokens = (self.tokens or 0) + int(tokens)
-        training_s = max(step_s - rare_s, 0.0)
+        if step.samples is not None:
+            self.samples += int(known(step.samples) or 0)
+        if step.tokens is not None:
+            tokens = known(step.tokens)
+            if tokens is not None:
+                self.tokens = (self.tokens or 0) + int(tokens)
         current = self._current
         current.steps += 1
         current.training_s += training_s
@@ -120,7 +120,7 @@ class _Sums:
             _add_up(current.phases, phases)
         if step.metrics:
             _add_up(current.metrics, step.metrics)
-        wait_s = known(step.rank_wait_s)
+        wait_s = None if step.rank_wait_s is None else known(step.rank_wait_s)
         if wait_s is not None:
             current.wait_s += max(wait_s, 0.0)
             current.waited_s += training_s
@@ -129,6 +129,8 @@ class _Sums:
 
     def _add_rare(self, name: str, seconds: float, most_s: float) -> float:
         taken_s = min(max(known(seconds) or 0.0, 0.0), most_s)
+        if not taken_s:
+            return 0.0
         sums = self.rare.setdefault(name, [0.0, 0.0, 0.0])
         sums[0] += 1
         sums[1] += taken_s
@@ -219,4 +221,7 @@ class _Sums:
 def _add_up(totals: dict[str, float], more: dict[str, float]) -> None:
     for name, seconds in more.items():
         if seconds is not None and 0 < seconds < LARGEST:
-            totals[name] = totals.get(name, 0.0) + seconds
+            if name in totals:
+                totals[name] += seconds
+            else:
+                totals[name] = seconds

@@ -13,6 +13,8 @@ from frameworm.records.schema import Finding, Remedy, Statistics
 PRESSURE_WARNING, PRESSURE_CRITICAL = 0.93, 0.98
 BUSY_ENOUGH = 0.85
 ALL_BUSY = 0.9
+# Threads that outnumber the cores wait for each other at the end of each operation, and leave cores idle meanwhile.
+MOSTLY_BUSY = 0.7
 # Growth that allocators and caches show in a healthy run stays below.
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
 # In its first minute a process grows by itself: caches, workers, lazily loaded code. Only a flood counts then.
@@ -138,16 +140,20 @@ def crowded_by_workers(facts: Facts) -> bool:
 
 
 def cpu_oversubscribed(facts: Facts) -> Finding | None:
-    """More threads want to compute than there are cores, and all cores are busy."""
-    wanted, busy = demand(facts), all_busy(facts)
+    """More threads want to compute than there are cores, and the cores have their hands full with it."""
+    wanted = demand(facts)
     workers_crowd = crowded_by_workers(facts)
-    if busy is None or not (workers_crowd or (wanted is not None and wanted > CROWDED)):
+    threads_crowd = wanted is not None and wanted > CROWDED
+    busy = all_busy(facts, least=MOSTLY_BUSY if threads_crowd else ALL_BUSY)
+    if busy is None or not (workers_crowd or threads_crowd):
         return None
     cores = facts.cores
     assert cores is not None, "without cores there is no demand"
     system = facts.system
+    own = mean_of(system, system.cpu_process) if system is not None else None
     evidence = {
         "cores": facts.fact("cpus_usable"),
+        "cores_used": own.value if own is not None else None,
         "processes": facts.local_processes,
         "torch_threads": facts.fact("torch_threads"),
         "num_workers": facts.workers,
@@ -173,15 +179,15 @@ def cpu_oversubscribed(facts: Facts) -> Finding | None:
     return _without_cost("cpu_oversubscribed", "warning", evidence, remedies)
 
 
-def all_busy(facts: Facts, own_share: float = OWN_SHARE) -> float | None:
-    """How busy the cores are, if they are all busy, and not with somebody else's work."""
+def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY) -> float | None:
+    """How busy the cores are, if that is more than `least`, and not with somebody else's work."""
     system = facts.system
     if system is None:
         return None
     busy, own, cores = mean_of(system, system.cpu_busy), mean_of(system, system.cpu_process), facts.cores
     if own is not None and cores is not None and own.value < own_share * cores:
         return None
-    return busy.value if busy is not None and busy.value > ALL_BUSY else None
+    return busy.value if busy is not None and busy.value > least else None
 
 
 def throttled(facts: Facts) -> Finding | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import GPUConfig
+from frameworm.observe.compiling import compilation_since, compilations_so_far
 from frameworm.records.schema import Compilation
 
 
@@ -34,9 +35,7 @@ class Compiler:
     def apply(self, model: nn.Module) -> None:
         """Let the model be compiled at its first call."""
         if self.enabled:
-            from torch._dynamo.utils import get_compilation_metrics
-
-            self._earlier = len(get_compilation_metrics())
+            self._earlier = compilations_so_far()
             # As model.compile() does it, but from a frame of ours: the compiler passes over torch's own files, so that
             # an nn.Sequential would not be compiled at all.
             model._compiled_call_impl = torch.compile(_called(model._call_impl), mode=self.mode)
@@ -47,18 +46,7 @@ class Compiler:
 
     def record(self) -> Compilation | None:
         """What the compiler did in this run; None when it was not asked to."""
-        if not self.enabled:
-            return None
-        from torch._dynamo.utils import get_compilation_metrics
-
-        events = get_compilation_metrics()[self._earlier :]
-        again = [event for event in events if event.recompile_reason]
-        return Compilation(
-            time_s=sum((event.duration_us or 0) for event in events) * 1e-6,
-            graphs=sum(bool(event.is_forward) for event in events),
-            recompilations=len(again),
-            reasons=[str(event.recompile_reason).splitlines()[0] for event in again[:3]],
-        )
+        return compilation_since(self._earlier) if self.enabled else None
 
 
 def _called(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import time
+from time import perf_counter, time
 
 import torch
 
@@ -65,14 +65,15 @@ class TrainingLoop:
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
-        if self._ranks is None:
-            return self._run()
-        self._ranks.start()
+        if self._ranks is not None:
+            self._ranks.start()
         try:
             return self._run()
         except BaseException:
             with contextlib.suppress(Exception):  # a listener that fails here too has nothing new to say
-                self._tell(self._ranks.abandon())
+                self._deliver(self._clock.abandon())
+                if self._ranks is not None:
+                    self._tell(self._ranks.abandon())
             raise
 
     def _run(self) -> str:
@@ -80,9 +81,11 @@ class TrainingLoop:
         self._step.wrapped.train()
         while not progress.finished and progress.epoch < self._limits.epochs:
             self._state.remember_epoch_start()
+            self._start_clock()  # to start a loader and its workers is to wait for data
             steps = self._source.epoch(progress.epoch, progress.step_in_epoch)
             self._state.continue_random_numbers()
-            self._clock.start()
+            if progress.step_in_epoch:  # what a resumed run reads again belongs to no step
+                self._start_clock()
             reason = self._run_steps(steps)
             self._drain()
             if reason is not None:
@@ -92,44 +95,63 @@ class TrainingLoop:
         progress.finished = True
         return "completed"
 
+    def _start_clock(self) -> None:
+        self._clock.start()
+        self._clock.mark(OTHER)  # as in every step, what comes before the wait for data
+
     def _run_steps(self, steps: Iterator[StepBatch]) -> str | None:
         """The rest of an epoch; the reason to stop, if somebody gave one."""
-        progress, clock = self.progress, self._clock
-        save_every = self._limits.save_every
+        progress, clock, ranks = self.progress, self._clock, self._ranks
+        mark, end_step, run = clock.mark, clock.end_step, self._step.run
+        stop_before = self._agreement.stop_before
+        save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         group = update.optimizer.param_groups[0]
-        length = self._source.steps_per_epoch
+        length, copies = self._source.steps_per_epoch, self._source.copies
+        if copies is not None:
+            copies.copied_s = 0.0
+        fresh = True
         while not self._out_of_steps():
-            reason = self._agreement.stop_before(progress.step + 1)
+            number = progress.step + 1
+            reason = stop_before(number)
             if reason is not None:
                 return reason
-            if progress.step_in_epoch + 1 == length or progress.step + 1 == self._limits.max_steps:
+            last = progress.step_in_epoch + 1 == length or number == max_steps
+            if last:
                 clock.divide()  # validation follows, and is a phase of its own
-            clock.mark(OTHER)  # what listeners made of the last step is no wait for data
+            if fresh:
+                fresh = False
+            else:
+                mark(OTHER)  # what listeners made of the last step is no wait for data
             batch = next(steps, None)
-            clock.mark(DATA_WAIT)
+            if copies is not None and copies.copied_s:
+                clock.copied(copies.copied_s)
+                copies.copied_s = 0.0
+            mark(DATA_WAIT)
             if batch is None:
                 break
-            result = self._step.run(progress.step, batch)
-            progress.step += 1
+            result = run(progress.step, batch)
+            progress.step = number
             progress.step_in_epoch += 1
             progress.epoch_samples += batch.global_samples
-            if progress.step_in_epoch == length or self._out_of_steps():
-                clock.mark(OTHER)
+            if last:
+                mark(OTHER)
                 self._run_validation()
-                clock.mark(VALIDATION)
+                mark(VALIDATION)
             count = result.count
             host_count, device_count = (None, count) if isinstance(count, torch.Tensor) else (count, None)
             # Numbers only: a batch kept until its step is read would hold device memory for many steps.
             sizes = (batch.local_samples, batch.tokens, batch.padded_tokens)
-            payload = (progress.step, progress.epoch + 1, group["lr"], sizes, host_count)
-            self._deliver(clock.end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count)))
-            if self._ranks is not None:
-                self._tell(self._ranks.after_step(progress.step))
-            if save_every is not None and progress.step % save_every == 0:
+            payload = (number, progress.epoch + 1, group["lr"], sizes, host_count)
+            finished = end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count))
+            if finished:
+                self._deliver(finished)
+            if ranks is not None:
+                self._tell(ranks.after_step(number))
+            if save_every is not None and number % save_every == 0:
                 self._drain()
                 self._save()
-                clock.mark(CHECKPOINT)
+                mark(CHECKPOINT)
         return None
 
     def _out_of_steps(self) -> bool:
@@ -154,7 +176,9 @@ class TrainingLoop:
 
     def _deliver(self, finished: list[Timed]) -> None:
         """Turn measured steps into records and hand them to whoever listens."""
-        progress = self.progress
+        progress, ranks, on_step = self.progress, self._ranks, self._events.on_step
+        now = time()
+        since = now - perf_counter()
         for timed in finished:
             number, epoch, lr, (samples, tokens, padded_tokens), count = timed.payload
             loss, grad_norm, skipped, device_count = timed.values
@@ -168,7 +192,7 @@ class TrainingLoop:
             record = StepRecord(
                 number,
                 epoch,
-                time(),
+                now if timed.ended_at is None else since + timed.ended_at,
                 timed.step_s,
                 loss if count else None,
                 float(lr),
@@ -181,10 +205,10 @@ class TrainingLoop:
                 phases,
                 None if timed.communication is None else timed.communication.total_s,
             )
-            if self._ranks is None:
-                self._events.on_step(record)
+            if ranks is None:
+                on_step(record)
             else:
-                self._ranks.add(record, timed.communication)
+                ranks.add(record, timed.communication)
 
     def _end_epoch(self) -> None:
         progress = self.progress

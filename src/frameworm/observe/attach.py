@@ -70,6 +70,7 @@ class Attachment:
         self._wall_s: float | None = None
         self._pid = os.getpid()
         self._finder = AfterImport("torch", self._attach)
+        self._later: list[AfterImport] = []
         self._watch: Watch | None = None
         self._patches: Patches | None = None
         self._writer: JsonLinesWriter | None = None
@@ -89,7 +90,8 @@ class Attachment:
         """Stop observing and write the summary; the record on rank 0, None elsewhere and in forked children."""
         if os.getpid() != self._pid:
             return None
-        self._finder.disarm()
+        for finder in (self._finder, *self._later):
+            finder.disarm()
         self._detach()
         shared = self._shared
         if self.process.rank > 0:
@@ -115,12 +117,14 @@ class Attachment:
         """The script has imported torch: begin to watch. Nothing that fails here may reach the script."""
         try:
             from frameworm.observe.attach_hooks import install
+            from frameworm.observe.attach_libraries import watch_libraries
             from frameworm.observe.attach_watch import Watch
 
             folder = self._shared.find()
             self._writer = JsonLinesWriter(folder.steps(self.process.rank))
             self._watch = Watch(self._writer.write, self._steps, self._nvtx, self._after_step)
             self._patches = install(self._watch)
+            self._later = watch_libraries(self._patches, self._watch)
         except Exception as error:
             self._give_up(error)
 
@@ -200,6 +204,13 @@ class Attachment:
         with contextlib.suppress(Exception):
             if self._sampler is not None:
                 around.system = self._sampler.stop()
+        with contextlib.suppress(Exception):
+            # Asking imports the compiler: only where the script has done so.
+            if "torch._dynamo.utils" in sys.modules:
+                from frameworm.observe.compiling import compilation_since
+
+                compilation = compilation_since()
+                around.compilation = compilation if compilation.time_s else None
         self._measure(around, self._watch.facts)
         return around
 

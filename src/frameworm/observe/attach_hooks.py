@@ -106,7 +106,7 @@ def install(watch: Watch) -> Patches:
         _models(patches, watch)
         _optimizers(patches, watch)
         _collectives(patches, watch)
-        patches.set(torch, "save", functools.partial(_phase, watch, CHECKPOINT))
+        patches.set(torch, "save", functools.partial(phase_of_its_own, watch, CHECKPOINT))
         patches.set(builtins, "print", functools.partial(_logging, watch))
         patches.set(logging.Logger, "handle", functools.partial(_logging, watch))
         if torch.version.cuda is not None or torch.version.hip is not None:
@@ -119,7 +119,7 @@ def install(watch: Watch) -> Patches:
     return patches
 
 
-def _phase(watch: Watch, phase: str, original: _Function) -> _Function:
+def phase_of_its_own(watch: Watch, phase: str, original: _Function) -> _Function:
     """A call that is a phase of its own."""
 
     @functools.wraps(original)
@@ -215,8 +215,8 @@ def _models(patches: Patches, watch: Watch) -> None:
         return initialise
 
     patches.set(torch.nn.Module, "__call__", call_module)
-    patches.set(torch.autograd, "backward", functools.partial(_phase, watch, BACKWARD))
-    patches.set(torch.autograd, "grad", functools.partial(_phase, watch, BACKWARD))
+    patches.set(torch.autograd, "backward", functools.partial(phase_of_its_own, watch, BACKWARD))
+    patches.set(torch.autograd, "grad", functools.partial(phase_of_its_own, watch, BACKWARD))
     patches.set(torch.nn.parallel.DistributedDataParallel, "__init__", make_replica)
 
 
@@ -271,14 +271,15 @@ def _optimizers(patches: Patches, watch: Watch) -> None:
         return initialise
 
     patches.set(torch.optim.Optimizer, "__init__", begin)
-    patches.set(torch.optim.Optimizer, "zero_grad", functools.partial(_phase, watch, OPTIMIZER))
-    clip = functools.partial(_phase, watch, OPTIMIZER)
+    patches.set(torch.optim.Optimizer, "zero_grad", functools.partial(phase_of_its_own, watch, OPTIMIZER))
+    patches.set(torch.nn.Module, "zero_grad", functools.partial(phase_of_its_own, watch, OPTIMIZER))
+    clip = functools.partial(phase_of_its_own, watch, OPTIMIZER)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             patches.set(owner, name, clip)
     scaler = torch.amp.GradScaler
-    patches.set(scaler, "unscale_", functools.partial(_phase, watch, OPTIMIZER))
-    patches.set(scaler, "update", functools.partial(_phase, watch, OPTIMIZER))
+    patches.set(scaler, "unscale_", functools.partial(phase_of_its_own, watch, OPTIMIZER))
+    patches.set(scaler, "update", functools.partial(phase_of_its_own, watch, OPTIMIZER))
     # A scaler may leave the optimizer's step out: it was a step all the same.
     patches.set(scaler, "step", functools.partial(_update, watch, 1))
 
@@ -319,7 +320,7 @@ def _update(watch: Watch, position: int, original: _Function) -> _Function:
 def _collectives(patches: Patches, watch: Watch) -> None:
     if not torch.distributed.is_available():
         return
-    wrap = functools.partial(_phase, watch, COMMUNICATION)
+    wrap = functools.partial(phase_of_its_own, watch, COMMUNICATION)
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         for name in COLLECTIVES:
             patches.set(owner, name, wrap)

@@ -12,7 +12,15 @@ from typing import Any
 
 from frameworm.errors import RunFolderError
 from frameworm.records.observations import RankSummary, SystemSummary
-from frameworm.records.schema import Batch, CheckpointStatistics, Communication, Memory, RunRecord, StepRecord
+from frameworm.records.schema import (
+    Batch,
+    CheckpointStatistics,
+    Communication,
+    Compilation,
+    Memory,
+    RunRecord,
+    StepRecord,
+)
 from frameworm.records.series import SeriesPoint
 from frameworm.records.statistics import StepAggregate
 from frameworm.records.store import RunFolder
@@ -37,6 +45,7 @@ class Surroundings:
     environment: dict[str, Any] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
     system: SystemSummary | None = None
+    compilation: Compilation | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,7 +74,8 @@ class _Rank:
             accumulated = max(1.0, metrics.get("backwards", 1.0) / updates)
             self.fetched.append(step.samples / accumulated)
             self.accumulated.append(accumulated)
-        self.checkpoints += int(metrics.get("checkpoints", 0))
+        # Model, optimizer and the like in files of their own are one checkpoint.
+        self.checkpoints += metrics.get("checkpoints", 0) > 0
         self.checkpoint_s += step.phases.get("checkpoint", 0.0)
         if step.communication_s is not None:
             self._communication[0] += 1
@@ -115,6 +125,7 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
         memory=around.memory,
         checkpoint=CheckpointStatistics(first.checkpoints, first.checkpoint_s if first.checkpoints else None),
         system=around.system,
+        compilation=around.compilation,
         source="attached",
         notes=list(around.notes),
         run_dir=str(folder.path),

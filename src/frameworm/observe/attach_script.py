@@ -103,12 +103,14 @@ def without_own_frames(error: BaseException) -> None:
 class AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function once a module has been imported, at the time the script does so.
 
-    torch reads variables when it is imported, and a script may set them first: we must not import it before.
+    torch reads variables when it is imported, and a script may set them first: we must not import it before. Libraries
+    may also ask whether a module is there long before anybody imports it.
     """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
         self._action = action
+        self._looking = False
 
     def arm(self) -> None:
         """Wait for the import, or act now if it has happened."""
@@ -126,10 +128,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Hand the module on with a loader that tells when it is done."""
-        if fullname != self._name:
+        if fullname != self._name or self._looking:
             return None
-        self.disarm()
-        spec = importlib.util.find_spec(fullname)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
         loader: Any = None if spec is None else spec.loader
         if loader is None:
             return spec
@@ -138,6 +143,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             del loader.exec_module
             execute(module)
+            self.disarm()
             self._action()
 
         loader.exec_module = exec_module

@@ -104,39 +104,43 @@ class StepFinder:
             samples: Size of the batch a model is called with, for loops whose fetches cannot be seen.
             starts: The first step may begin with it, whatever it is.
         """
-        parent = self.phase
+        stack, timeline = self._stack, self.timeline
+        parent = stack[-1] if stack else None
         if parent is not None and phase not in INSIDE[parent]:
             return False
         if not self.begun:
             if not starts and phase not in (DATA_WAIT, FORWARD, INFERENCE, VALIDATION, BACKWARD):
                 return False
             self._start()
-        if len(self.timeline.marks) > MOST_MARKS:
+        elif len(timeline.marks) > MOST_MARKS:
             self._start()
-        if phase in (INFERENCE, COMMUNICATION) and parent is None and self.timeline.last_label == VALIDATION:
+        if parent is None and phase in (INFERENCE, COMMUNICATION) and timeline.last_label == VALIDATION:
             phase = VALIDATION  # its loss, or its figures over all ranks
         border = parent is None and bool(self._stepped)
-        self.timeline.close_gap(parent or self._gap_label(phase), border=border)
-        if phase == DATA_WAIT:
+        if timeline.gap(border=border):
+            timeline.mark(parent or self._gap_label(phase), border=border)
+        if phase == OPTIMIZER:
+            pass
+        elif phase == DATA_WAIT:
             self._before_fetch()
         elif phase in (FORWARD, BACKWARD):
             self._before_training(phase, samples)
-        elif phase in (INFERENCE, VALIDATION) and self._batch is None:
-            self._batch = self.timeline.position
-        self._inferred = self._inferred or phase == INFERENCE
-        self._stack.append(phase)
+        elif phase in (INFERENCE, VALIDATION):
+            if self._batch is None:
+                self._batch = timeline.position
+            self._inferred = self._inferred or phase == INFERENCE
+        stack.append(phase)
         return True
 
-    def close(self) -> None:
-        """What was opened last is over."""
+    def close(self) -> str:
+        """What was opened last is over; returns what that was."""
         phase = self._stack.pop()
         self.timeline.mark(phase)
-        if phase == VALIDATION:
-            self._was_validation()
-        elif phase in (FORWARD, BACKWARD):
+        if phase in (OPTIMIZER, FORWARD, BACKWARD):
             self._may_be_loss = phase == FORWARD
-        elif phase == OPTIMIZER:
-            self._may_be_loss = False
+        elif phase == VALIDATION:
+            self._was_validation()
+        return phase
 
     def fetched(self, samples: int | None, source: int) -> None:
         """The fetch that was just closed has given a batch.

@@ -119,7 +119,7 @@ class Timeline:
         self.near_end = False
         # Asking is free; making a context is the script's business.
         self._on_device = torch.cuda.is_initialized()
-        self.begin = Mark("", perf_counter(), self._event(True))
+        self.begin = Mark("", perf_counter(), self._event(True) if self._on_device else None)
 
     def mark(self, label: str, *, border: bool = False) -> None:
         """Say what the time since the last mark was for.
@@ -127,14 +127,12 @@ class Timeline:
         Args:
             border: A step may end here.
         """
-        self.marks.append(Mark(label, perf_counter(), self._event(border)))
+        self.marks.append(Mark(label, perf_counter(), self._event(border) if self._on_device else None))
 
-    def close_gap(self, label: str, *, border: bool = False) -> None:
-        """As `mark`, unless the gap is not worth one."""
+    def gap(self, *, border: bool = False) -> bool:
+        """Whether the time since the last mark is worth one of its own."""
         last = self.marks[-1] if self.marks else self.begin
-        missing = border and self._on_device and last.event is None
-        if missing or perf_counter() - last.host_s >= SMALLEST_GAP_S:
-            self.mark(label, border=border)
+        return perf_counter() - last.host_s >= SMALLEST_GAP_S or (border and self._on_device and last.event is None)
 
     def relabel(self, position: int, label: str) -> None:
         """Make one stretch of everything since a position, and of stretches before it with the same label."""
@@ -164,7 +162,7 @@ class Timeline:
         return finished
 
     def _event(self, border: bool) -> torch.cuda.Event | None:
-        if not self._on_device or not (border or self.divides or self.near_end):
+        if not (border or self.divides or self.near_end):
             return None
         # An event put into a graph that is being captured would become part of it.
         if torch.cuda.is_current_stream_capturing():

@@ -17,6 +17,7 @@ import torch
 
 from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.observe.attach_timeline import OWN, Stretches
+from frameworm.observe.nvtx import LiveRanges
 from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, VALIDATION
 from frameworm.records.schema import StepRecord
 
@@ -30,6 +31,8 @@ PASS_ON_EVERY_S = 0.02
 CURIOUS_STEPS = 3
 METRICS = ("sync_s", "syncs", "logging_s", "pageable_s")
 _DEEPEST = 4
+# Whether a model called in a phase is one of its own there.
+_RUNS_MODELS: dict[str | None, bool] = {None: True, **{phase: FORWARD in inside for phase, inside in INSIDE.items()}}
 
 
 class Watch:
@@ -64,7 +67,9 @@ class Watch:
         self.left_out: set[int] = set()
         self._write = write
         self._most_steps = most_steps
-        self._nvtx = nvtx
+        self._ranges: LiveRanges | None = None
+        if nvtx:
+            self._ranges = LiveRanges(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop, torch.cuda.is_initialized)
         self._after_step = after_step
         self._finder = StepFinder(self._step_ended)
         self._waiting: deque[tuple[int, Stretches]] = deque()
@@ -73,6 +78,7 @@ class Watch:
         self._thread = threading.get_ident()
         self._wall_s = time.time() - time.perf_counter()
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._last_trained: Callable[[], torch.nn.Module | None] = lambda: None
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._last_pass = 0
         self._backward_of: dict[str, float] = {}
@@ -99,9 +105,9 @@ class Watch:
         try:
             if not self._finder.open(phase, samples, starts=starts):
                 return False
-            self.busy = FORWARD not in INSIDE[self._finder.phase]
-            if self._nvtx and torch.cuda.is_initialized():
-                torch.cuda.nvtx.range_push(phase)
+            self.busy = not _RUNS_MODELS[self._finder.phase]
+            if self._ranges is not None and self.active:
+                self._ranges.enter(phase)
         except Exception as error:
             self.fail(error)
             return False
@@ -112,16 +118,14 @@ class Watch:
         if not self.active:
             return
         try:
-            phase = self._finder.phase
-            self._finder.close()
-            inner = self._finder.phase
-            self.busy = inner is not None and FORWARD not in INSIDE[inner]
+            phase = self._finder.close()
+            self.busy = not _RUNS_MODELS[self._finder.phase]
             if phase == BACKWARD:
                 self._backward_of = self._finder.extra
             elif phase == CHECKPOINT:
                 self._finder.add("checkpoints", 1)
-            if self._nvtx and torch.cuda.is_initialized():
-                torch.cuda.nvtx.range_pop()
+            if self._ranges is not None:
+                self._ranges.leave()
         except Exception as error:
             self.fail(error)
 
@@ -134,8 +138,9 @@ class Watch:
             if torch.is_grad_enabled():
                 trains = training or module not in self._trained
                 phase = FORWARD if trains else INFERENCE
-                if training:
+                if training and self._last_trained() is not module:
                     self._trained.add(module)
+                    self._last_trained = weakref.ref(module)
             else:
                 phase = VALIDATION if not training and module in self._trained else INFERENCE
             samples = None if self._finder.fetches_seen else leading_size((*args, *kwargs.values()))
@@ -181,6 +186,8 @@ class Watch:
         try:
             if "parameters" not in self.facts:
                 self._look_at(optimizer)
+            if self._ranges is not None:
+                self._ranges.stepped()
             self._finder.optimizer_stepped(id(optimizer))
             rate = optimizer.param_groups[0].get("lr")
             if isinstance(rate, (int, float)):
@@ -225,6 +232,7 @@ class Watch:
             except Exception as error:
                 self.fail(error)
         self.stop()
+        self._close_ranges()
         try:
             self._pass_on(0, wait=True)
         except Exception as error:
@@ -234,6 +242,10 @@ class Watch:
                 f"exposed communication was measured by DDP in {self._exposed_samples} of {self.steps} steps "
                 "and taken to be alike in the others"
             )
+
+    def _close_ranges(self) -> None:
+        if self._ranges is not None:
+            self._ranges.close()
 
     def _look_at(self, optimizer: Any) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
@@ -256,6 +268,7 @@ class Watch:
             self._after_step(self.steps)
         if self._most_steps is not None and self.steps >= self._most_steps:
             self.stop()
+            self._close_ranges()
             self.notes.append(f"observed the first {self.steps} steps, as asked")
 
     def _pass_on(self, keep: int, *, wait: bool = False) -> None:

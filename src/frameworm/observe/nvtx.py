@@ -10,6 +10,7 @@ import torch
 from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, OTHER, VALIDATION
 
 REPLAY = "captured step"
+STEP = "step"
 
 # A phase is named when it ends and a range when it begins, so the name of the next one has to be foreseen.
 _FOLLOWING = {
@@ -34,12 +35,20 @@ class PhaseRanges:
         push: Opens a range of that name.
         pop: Closes the innermost.
         prefix: Stands before the name of each phase.
+        around: Name of a range around each step; None for no such range.
     """
 
-    def __init__(self, push: Callable[[str], object], pop: Callable[[], object], prefix: str = "") -> None:
+    def __init__(
+        self,
+        push: Callable[[str], object],
+        pop: Callable[[], object],
+        prefix: str = "",
+        around: str | None = None,
+    ) -> None:
         self._push = push
         self._pop = pop
         self._prefix = prefix
+        self._around = around
         self._before: list[str] = []
         self._now: list[str] = []
         self._in_step = False
@@ -47,9 +56,11 @@ class PhaseRanges:
 
     def begin(self) -> None:
         """A step begins."""
-        self.pause()
+        self.end()
         self._now = []
         self._in_step = True
+        if self._around is not None:
+            self._push(self._around)
         self._enter(self._before[0] if self._before else OTHER)
 
     def mark(self, name: str) -> None:
@@ -70,8 +81,10 @@ class PhaseRanges:
 
     def end(self) -> None:
         """No step any more: marks have no meaning until the next begins."""
-        self._in_step = False
         self.pause()
+        if self._in_step and self._around is not None:
+            self._pop()
+        self._in_step = False
 
     def pause(self) -> None:
         """Close the range that is open, if one is: up to the next mark nobody knows a name."""
@@ -87,6 +100,63 @@ class PhaseRanges:
     def _enter(self, name: str) -> None:
         self._open = True
         self._push(f"{self._prefix}{name}")
+
+
+class LiveRanges:
+    """Ranges around the phases and steps of a loop that does not say where its steps end.
+
+    A step's range ends where the next batch is fetched, or the model called, after an optimizer has stepped; so a
+    validation between two steps is in the range of the second.
+
+    Args:
+        push: Opens a range of that name.
+        pop: Closes the innermost.
+        ready: Whether there is a device to name ranges for yet.
+    """
+
+    def __init__(
+        self, push: Callable[[str], object], pop: Callable[[], object], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._push = push
+        self._pop = pop
+        self._ready = ready
+        self._named: list[bool] = []  # of each phase that is going on: whether it has a range
+        self._in_step = False
+        self._stepped = False
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        ready = self._ready()
+        if ready and not self._named:
+            self._outermost(phase)
+        self._named.append(ready)
+        if ready:
+            self._push(phase)
+
+    def leave(self) -> None:
+        """The innermost phase is over."""
+        if self._named and self._named.pop():
+            self._pop()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        self._stepped = True
+
+    def close(self) -> None:
+        """Close what is open."""
+        while self._named:
+            self.leave()
+        if self._in_step:
+            self._in_step = False
+            self._pop()
+
+    def _outermost(self, phase: str) -> None:
+        if self._stepped and phase in (DATA_WAIT, FORWARD, BACKWARD):
+            self.close()
+        if not self._in_step:
+            self._in_step = True
+            self._stepped = False
+            self._push(STEP)
 
 
 def nvtx_functions() -> tuple[Callable[[str], object], Callable[[], object]] | None:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from frameworm.config.schema import ObserveConfig
 from frameworm.errors import FramewormError
 from frameworm.observe.communication import BucketRecorder
-from frameworm.observe.nvtx import REPLAY, PhaseRanges, nvtx_functions
+from frameworm.observe.nvtx import REPLAY, STEP, PhaseRanges, nvtx_functions
 from frameworm.observe.phases import StepClock, Timed
 from frameworm.observe.trace import read_trace
 from frameworm.records.atomic import replacing, write_atomic
@@ -203,6 +203,7 @@ class RangedClock:
         self._recorded = PhaseRanges(recorded.push, recorded.pop, PREFIX)
         self.max_steps_ahead = clock.max_steps_ahead
         self.divide = clock.divide
+        self.copied = clock.copied
 
     @property
     def note(self) -> str | None:
@@ -242,6 +243,9 @@ class RangedClock:
             self._ranges.pause()
         return self._clock.drain()
 
+    def abandon(self) -> list[Timed]:
+        return self._clock.abandon()
+
     def close(self) -> None:
         """The run is over."""
         self._recorded.end()
@@ -268,7 +272,7 @@ class Windows:
     def __init__(self, config: ObserveConfig, device: torch.device, rank: int, total_steps: int | None) -> None:
         self._window = TraceWindow(device, rank, total_steps) if config.trace == "window" else None
         functions = nvtx_functions() if config.nvtx else None
-        self._ranges = None if functions is None else PhaseRanges(*functions)
+        self._ranges = None if functions is None else PhaseRanges(*functions, around=STEP)
         self._clock: RangedClock | None = None
         self._missing = "no NVTX ranges: there is no CUDA device" if config.nvtx and functions is None else None
 

@@ -1,0 +1,43 @@
+"""Checkpoints of libraries above torch, which write more than `torch.save` does."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from frameworm.observe.attach_hooks import Patches, phase_of_its_own
+from frameworm.observe.attach_script import AfterImport
+from frameworm.observe.attach_watch import Watch
+from frameworm.observe.phases import CHECKPOINT
+
+# What saves in each module.
+SAVES: dict[str, tuple[str, ...]] = {
+    "safetensors.torch": ("save_file", "save_model"),
+    "accelerate.accelerator": ("Accelerator.save_state", "Accelerator.save_model"),
+    "lightning.pytorch.trainer.trainer": ("Trainer.save_checkpoint",),
+    "pytorch_lightning.trainer.trainer": ("Trainer.save_checkpoint",),
+    "transformers.trainer": ("Trainer._save_checkpoint", "Trainer.save_model"),
+}
+
+
+def watch_libraries(patches: Patches, watch: Watch) -> list[AfterImport]:
+    """Watch the libraries that the script imports, when it does.
+
+    Returns:
+        What to `disarm` at the end.
+    """
+    waiting = [AfterImport(module, functools.partial(_watch_saves, patches, watch, module)) for module in SAVES]
+    for item in waiting:
+        item.arm()
+    return waiting
+
+
+def _watch_saves(patches: Patches, watch: Watch, module: str) -> None:
+    """Nothing that fails here may reach the script: another version of a library may have another shape."""
+    try:
+        for path in SAVES[module]:
+            *classes, name = path.split(".")
+            owner = functools.reduce(getattr, classes, sys.modules[module])
+            patches.set(owner, name, functools.partial(phase_of_its_own, watch, CHECKPOINT))
+    except Exception as error:
+        watch.notes.append(f"checkpoints of {module} are not watched: {type(error).__name__}: {error}")
