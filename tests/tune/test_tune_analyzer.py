@@ -172,7 +172,7 @@ def test_batches_that_cannot_be_cut_are_said_to_be_skipped() -> None:
     def loss_fn(model: nn.Module, batch: Own) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch.inputs), batch.targets)
 
-    found = BottleneckAnalyzer(nn.Linear(8, 3), [Own()] * 20, "cpu", loss_fn=loss_fn, budget_s=1.0).analyze()
+    found = BottleneckAnalyzer(nn.Linear(8, 3), [Own()] * 20, "cpu", loss_fn=loss_fn, budget_s=10.0).analyze()
     assert set(found["experiments"]["skipped"]) == {"half_batch", "double_batch"}
     assert found["data_loading"]["num_workers"] is None
 

@@ -30,7 +30,7 @@ SETTLE = 4  # plain steps that are not timed
 WINDOW = 3  # timed steps of a window, after one that is not: a method's first step makes its buffers
 ROUNDS = 2
 RACERS = 3  # beside off
-WORTH = 0.02  # a method must be this much faster than off
+WORTH = 0.04  # a method must be this much faster than off; less is noise in so short a race
 HOPELESS = 1.5  # off is not raced again when it is this much slower than what the best promises
 RECHECK_STEPS = 500
 
@@ -185,8 +185,8 @@ class MethodChoice:
 
     def _decide(self) -> None:
         names = sorted(name for name, times in self._measured.items() if times)
-        times = dict(zip(names, self._agree([_typical(self._measured[name]) or 0.0 for name in names]), strict=True))
-        self.chosen = choose_method(times)
+        own = [_typical(self._measured[name], doubtful=name != OFF) or 0.0 for name in names]
+        self.chosen = choose_method(dict(zip(names, self._agree(own), strict=True)))
         self._racing = False
         self._until_recheck = RECHECK_STEPS
         if self._hook.method != self.chosen:
@@ -238,6 +238,8 @@ def choose_method(times: dict[str, float]) -> str:
     return best if times[best] < (1 - WORTH) * times.get(OFF, float("inf")) else OFF
 
 
-def _typical(times: Sequence[float]) -> float | None:
-    """The median, the lower one of two: what disturbs a step only makes it longer."""
-    return statistics.median_low(times) if times else None
+def _typical(times: Sequence[float], doubtful: bool = False) -> float | None:
+    """The median; of two the lower one, since disturbances only make steps longer, or the upper one if in doubt."""
+    if not times:
+        return None
+    return statistics.median_high(times) if doubtful else statistics.median_low(times)
