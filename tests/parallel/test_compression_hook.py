@@ -54,7 +54,7 @@ def _means(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_means_of_any_size_and_dtype(run_ranks: Ranks, world_size: int) -> None:
     for wrong in run_ranks(_means, world_size, timeout_s=100):
         assert not wrong
@@ -97,7 +97,8 @@ def _replicas(rank: int, world_size: int, methods: list[str], steps: int) -> dic
         for unused in (False, True):
             training = Training(method, rank=rank, find_unused_parameters=unused, ratio=0.05)
             losses = [
-                training.step(step, skip=unused and step % 3 == 0, micro_batches=1 + step % 2) for step in range(steps)
+                training.step(step, skip=unused and step % 3 == 0, micro_batches=1 + step % 2)
+                for step in range(steps // 4 if unused else steps)
             ]
             found[f"{method}-{unused}"] = (fingerprint(training.model), losses[0], sum(losses[-5:]) / 5)
             training.hook.close()
@@ -107,7 +108,7 @@ def _replicas(rank: int, world_size: int, methods: list[str], steps: int) -> dic
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_stay_identical(run_ranks: Ranks, world_size: int) -> None:
-    methods, steps = (list(METHODS), 100) if world_size == 2 else (["int4", "topk", "powersgd"], 30)
+    methods, steps = (list(METHODS), 200) if world_size == 2 else (["int4", "topk", "powersgd"], 60)
     results = run_ranks(_replicas, world_size, args=(methods, steps), timeout_s=110)
     for name, (print_of_rank, first, last) in results[0].items():
         assert all(result[name][0] == print_of_rank for result in results), name
@@ -132,9 +133,12 @@ def test_a_static_graph(run_ranks: Ranks) -> None:
     assert first == second
 
 
+POWERSGD_RUNS = 50 if os.environ.get("CAMPAIGN") else 5
+
+
 def _many_powersgd(rank: int, world_size: int) -> list[str]:
     prints = []
-    for run in range(5):
+    for run in range(POWERSGD_RUNS):
         training = Training("powersgd", rank=rank, rank_of_powersgd=1 + run % 3)
         for step in range(15):
             if (step + rank + run) % 4 == 0:
@@ -146,10 +150,12 @@ def _many_powersgd(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_powersgd_with_several_buckets_five_times(run_ranks: Ranks) -> None:
-    first, second = run_ranks(_many_powersgd, timeout_s=100)
+@pytest.mark.timeout(900)
+def test_powersgd_with_several_buckets_again_and_again(run_ranks: Ranks) -> None:
+    """Five times, fifty in `make campaign`: torch's own hook aborts here three times out of four."""
+    first, second = run_ranks(_many_powersgd, timeout_s=20 * POWERSGD_RUNS)
     assert first == second
-    assert len(first) == 5
+    assert len(first) == POWERSGD_RUNS
 
 
 def _off(rank: int, world_size: int) -> tuple[str, str]:
