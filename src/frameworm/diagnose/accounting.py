@@ -10,6 +10,7 @@ from typing import Any
 from frameworm.config.checks import NOT_YET
 from frameworm.diagnose.account import StepAccount
 from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.diagnose.places import work_share
 from frameworm.records.observations import RankSummary, SystemSummary
 from frameworm.records.schema import Remedy, RunRecord, Statistics, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
@@ -266,7 +267,7 @@ def _idle(
     if device is not None and device.wall_s > 0:
         waits = device.waits_s
         share = (waits.get("host", 0.0) + waits.get("synchronisation", 0.0)) / device.wall_s
-        return Estimate(share, share * TRACE_ERROR)
+        return Estimate(share, share * TRACE_ERROR).minus(work_share(record, phases))
     if busy is None or not phases:
         return None
     idle = Estimate(1.0 - busy.value, busy.error, busy.freedom)
@@ -279,4 +280,7 @@ def _idle(
         explained.append("other")  # what listeners take between two steps
     for name in explained:
         idle = idle.minus(phases.get(name))
-    return idle if record.source == "engine" else idle.minus(metrics.get("logging_s"))
+    if record.source == "engine":
+        return idle
+    costs = [share for share in (metrics.get("logging_s"), work_share(record, phases)) if share is not None]
+    return idle.minus(max(costs, key=lambda share: share.value, default=None))

@@ -9,6 +9,7 @@ from typing import Any
 from frameworm.diagnose.accounting import Facts, StepsOfRanks, gather
 from frameworm.diagnose.cost import SEVERITIES, SHARES, undecided
 from frameworm.diagnose.estimate import Estimate
+from frameworm.diagnose.places import NEEDED, top_place
 from frameworm.diagnose.rules_device import (
     compute_bound,
     host_bound,
@@ -76,7 +77,6 @@ _PHASE_CAUSES = {
     "communication_exposed": "communication",
     "checkpoint": "checkpoints",
 }
-_NEEDED = ("data_wait", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _doubts(facts: Facts) -> list[str]:
     found = []
     if not facts.phases:
         return ["no step was divided into phases, so that nothing can be said about where the time went"]
-    unseen = [name for name in _NEEDED if name in (facts.record.unseen or [])]
+    unseen = [name for name in NEEDED if name in (facts.record.unseen or [])]
     if facts.world_size > 1 and "communication_exposed" in (facts.record.unseen or []):
         unseen.append("communication_exposed")
     if unseen:
@@ -179,8 +179,8 @@ def _doubts(facts: Facts) -> list[str]:
     other = facts.phases.get("other")
     if other is not None and other.low > UNSEEN_SHARE:
         found.append(
-            f"{other.value:.0%} of the step is in no phase that can be seen; name its parts with PerformanceProfiler, "
-            "or record a trace"
+            f"{other.value:.0%} of the step is in no phase that can be seen{_where(facts)}; name its parts with "
+            "PerformanceProfiler, or record a trace"
         )
     for name, words in _PHASE_CAUSES.items():
         share = facts.phases.get(name)
@@ -191,6 +191,11 @@ def _doubts(facts: Facts) -> list[str]:
         size = "by an unknown amount" if noise is None else f"by {noise:.0%}"
         found.append(f"step times vary too much, the mean is uncertain {size}; measure more steps on a quiet machine")
     return found
+
+
+def _where(facts: Facts) -> str:
+    place = top_place(facts.record)
+    return "" if place is None else f", {place}"
 
 
 def _drift_notes(facts: Facts) -> list[str]:

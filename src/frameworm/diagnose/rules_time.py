@@ -8,6 +8,7 @@ from typing import Any
 from frameworm.diagnose.accounting import Facts, mean_of
 from frameworm.diagnose.cost import SHARES, costed
 from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.diagnose.places import WRITING, place_text, places_of_work, work_share
 from frameworm.diagnose.rules_device import sync_cost
 from frameworm.diagnose.rules_machine import all_busy, crowded_by_workers
 from frameworm.records.schema import Finding, Remedy
@@ -15,6 +16,7 @@ from frameworm.records.schema import Finding, Remedy
 IO_WAIT = 0.1
 MOST_OF_THE_CORES = 0.7
 SHORTEST_OTHER_S = 2e-3
+MOST_PLACES = 3
 FEWEST_RECOMPILATIONS = 2  # the first one makes a shape dynamic, which is torch's way
 
 
@@ -175,29 +177,48 @@ def _round_up(value: float) -> int:
 
 
 def logging_stall(facts: Facts) -> Finding | None:
-    """Output takes a noticeable part of the step: prints, sinks, callbacks."""
+    """Output, or other work that is no training, takes a noticeable part of the step: prints, sinks, callbacks."""
     share = facts.metrics.get("logging_s")
+    if facts.attached:
+        return _work_of_a_script(facts, share)
     name = "logging_s"
-    if share is None and not facts.attached:
+    if share is None:
         # The engine's own loop takes microseconds between steps; the rest is what listeners do.
         share, name = facts.phases.get("other"), "between_steps_s"
         if (facts.seconds(share) or 0.0) < SHORTEST_OTHER_S:
             return None
-    if share is None:
-        return None
     sinks = facts.setting("observe.sinks")
-    rarely = "write output every 50 steps or so instead of in each"
     ours = "callbacks run between steps: let them do their work every 50 steps or so"
-    remedies = facts.remedies(
-        *(
-            [("observe.sinks", ["jsonl"], "leave out sinks that are slow", None)]
-            if sinks and sinks != ["jsonl"]
-            else []
-        ),
-        ("", None, ours, rarely),
-    )
+    options: list[tuple[str, Any, str, str | None]] = [("", None, ours, None)]
+    if sinks and sinks != ["jsonl"]:
+        options.insert(0, ("observe.sinks", ["jsonl"], "leave out sinks that are slow", None))
     evidence = {name: facts.seconds(share), "sinks": sinks}
-    return costed("logging_stall", facts, share, evidence, remedies)
+    return costed("logging_stall", facts, share, evidence, facts.remedies(*options))
+
+
+def _work_of_a_script(facts: Facts, printed: Estimate | None) -> Finding | None:
+    """Prints and logging are timed wherever they are; the rest is told by samples of the time in no phase."""
+    work = work_share(facts.record, facts.phases)
+    sampled = work is not None and (printed is None or work.value > printed.value)
+    places = places_of_work(facts.record)
+    if not sampled:
+        places = [place for place in places if place.work == WRITING]
+    first = places[0] if places else None
+    evidence = {
+        "between_steps_s": facts.seconds(work) if sampled else None,
+        "logging_s": facts.seconds(printed),
+        "place": place_text(first) if first is not None else None,
+        "there_share": first.share if first is not None else None,
+        "work": first.work if first is not None else None,
+        "other_places": [place_text(place) for place in places[1:MOST_PLACES]] or None,
+    }
+    if sampled and first is not None and first.work != WRITING:
+        text = f"do what {place_text(first)} does every 50 steps or so instead of in each, or in another thread"
+    else:
+        text = "write output every 50 steps or so instead of in each"
+    return costed(
+        "logging_stall", facts, work if sampled else printed, evidence, facts.remedies(("", None, text, text))
+    )
 
 
 def recompilation(facts: Facts) -> Finding | None:

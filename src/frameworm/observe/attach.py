@@ -59,6 +59,7 @@ class Attachment:
         check_script(script)
         self.process, note = who_am_i()
         self._name = f"profile-{script.stem}"
+        self._script = str(script.absolute())
         self._shared = SharedFolder(self.process, out, self._name)
         self._steps = steps
         self._nvtx = nvtx
@@ -134,6 +135,7 @@ class Attachment:
         if number == 1:
             # Only now is it known which device the script uses, and that nobody else has to wake it.
             self._begin_sampling()
+            self._begin_looking()
             if self._trace:
                 self._prepare_window()
         if self._window is not None and self._window.after_step():
@@ -152,6 +154,16 @@ class Attachment:
             whole_machine=self.process.local_rank == 0,
         )
         self._sampler.start()
+
+    def _begin_looking(self) -> None:
+        from frameworm.observe.attach_looks import Looks
+
+        watch = self._watch
+        assert watch is not None
+        # The record tells of one script, and rank 0 writes it.
+        if self.process.rank == 0:
+            watch.looks = Looks(self._script, lambda: watch.active, watch.is_between)
+            watch.looks.start()
 
     def _prepare_window(self) -> None:
         import torch
@@ -174,6 +186,8 @@ class Attachment:
         if self._window is not None:
             self._window.close()
         if self._watch is not None:
+            if self._watch.looks is not None:
+                self._watch.looks.stop()
             self._watch.finish()
             self._watch.facts["steps"] = self._watch.steps
             self._notes += self._watch.notes
@@ -211,6 +225,9 @@ class Attachment:
 
                 compilation = compilation_since()
                 around.compilation = compilation if compilation.time_s else None
+        with contextlib.suppress(Exception):
+            if self._watch.looks is not None:
+                around.other_time = self._watch.looks.summary()
         self._measure(around, self._watch.facts)
         return around
 

@@ -135,8 +135,9 @@ def phase_of_its_own(watch: Watch, phase: str, original: _Function) -> _Function
 
 
 def _logging(watch: Watch, original: _Function) -> _Function:
+    # `attach_frames` knows output by the name of this function.
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def write_out(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
         begin_s = perf_counter()
@@ -145,7 +146,7 @@ def _logging(watch: Watch, original: _Function) -> _Function:
         finally:
             watch.spent("logging_s", perf_counter() - begin_s)
 
-    return call
+    return write_out
 
 
 def _loaders(patches: Patches, watch: Watch) -> None:

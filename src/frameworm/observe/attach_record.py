@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from frameworm.errors import RunFolderError
-from frameworm.records.observations import RankSummary, SystemSummary
+from frameworm.records.observations import OtherTime, RankSummary, SystemSummary
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -46,6 +46,7 @@ class Surroundings:
     memory: Memory = field(default_factory=Memory)
     system: SystemSummary | None = None
     compilation: Compilation | None = None
+    other_time: OtherTime | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -126,6 +127,7 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
         checkpoint=CheckpointStatistics(first.checkpoints, first.checkpoint_s if first.checkpoints else None),
         system=around.system,
         compilation=around.compilation,
+        other_time=around.other_time,
         source="attached",
         notes=list(around.notes),
         run_dir=str(folder.path),
@@ -135,6 +137,10 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
     if not samples:
         record.throughput.samples_per_s = None
     record.phases = first.aggregate.phases()
+    other = record.phases.get("other")
+    if record.other_time is not None and other is not None:
+        for place in record.other_time.places:
+            place.share = other.share * place.samples / record.other_time.samples
     record.ranks = [rank.summary(number) for number, rank in ranks.items()]
     record.communication = _communication(record.ranks, world_size, facts)
     record.unseen = _unseen(record, facts) if first.aggregate.steps else []

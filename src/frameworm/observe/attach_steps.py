@@ -60,6 +60,7 @@ class StepFinder:
         tally: Counts and seconds of the step that is going on.
         extra: Facts about that step that are known later.
         begun: Whether a step is going on.
+        phases: What is going on, the innermost last.
         fetches_seen: Whether any loader has given a batch.
         epoch: How often training has begun to read a loader anew; at least 1.
     """
@@ -72,7 +73,7 @@ class StepFinder:
         self.steps = 0
         self.epoch = 1
         self._finished = finished
-        self._stack: list[str] = []
+        self.phases: list[str] = []
         self._trained = False  # something of a training step has been seen in this step
         self._forwards = 0
         self._stepped: set[int] = set()
@@ -91,7 +92,7 @@ class StepFinder:
     @property
     def phase(self) -> str | None:
         """The innermost phase that is going on."""
-        return self._stack[-1] if self._stack else None
+        return self.phases[-1] if self.phases else None
 
     def add(self, name: str, amount: float) -> None:
         """Count something in the step that is going on."""
@@ -104,7 +105,7 @@ class StepFinder:
             samples: Size of the batch a model is called with, for loops whose fetches cannot be seen.
             starts: The first step may begin with it, whatever it is.
         """
-        stack, timeline = self._stack, self.timeline
+        stack, timeline = self.phases, self.timeline
         parent = stack[-1] if stack else None
         if parent is not None and phase not in INSIDE[parent]:
             return False
@@ -134,7 +135,7 @@ class StepFinder:
 
     def close(self) -> str:
         """What was opened last is over; returns what that was."""
-        phase = self._stack.pop()
+        phase = self.phases.pop()
         self.timeline.mark(phase)
         if phase in (OPTIMIZER, FORWARD, BACKWARD):
             self._may_be_loss = phase == FORWARD
@@ -232,7 +233,7 @@ class StepFinder:
             self._inferred = False
         if self._place is not None and self._place.by_fetch:
             self._commit()
-        elif self._stepped and self._place is None and not self._stack:
+        elif self._stepped and self._place is None and not self.phases:
             self._place = _Place(self.timeline.position, dict(self.tally), False)
         self._trained = True
         self._batch = None

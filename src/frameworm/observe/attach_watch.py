@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from frameworm.observe.attach_looks import Looks
 from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.observe.attach_timeline import OWN, Stretches
 from frameworm.observe.nvtx import LiveRanges
 from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, VALIDATION
 from frameworm.records.schema import StepRecord
+from frameworm.records.statistics import DEFAULT_WARMUP
 
 # Below this a GPU step feels the events at every border: only one step in a few is divided.
 SHORT_STEP_S = 0.01
@@ -49,6 +51,7 @@ class Watch:
         curious: Precision is not known yet.
         facts: What was learned beside the steps.
         notes: What went wrong, or was limited.
+        looks: Who looks at what the script does in no phase.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Watch:
         self.notes: list[str] = []
         self.steps = 0
         self.left_out: set[int] = set()
+        self.looks: Looks | None = None
         self._write = write
         self._most_steps = most_steps
         self._ranges: LiveRanges | None = None
@@ -86,6 +90,10 @@ class Watch:
         self._exposed_samples = 0
         # A child that a loader or the script forks has the hooks but nobody to report to.
         os.register_at_fork(after_in_child=self.stop)
+
+    def is_between(self) -> bool:
+        """Whether a step is going on, in no phase; may be asked by any thread."""
+        return self._finder.begun and not self._finder.phases
 
     def stop(self) -> None:
         """See nothing from now on."""
@@ -279,6 +287,8 @@ class Watch:
             record = self._record(number, step)
             if number not in self.left_out:
                 self._write(record)
+            if self.looks is not None:
+                self.looks.credit(step, number > DEFAULT_WARMUP and number not in self.left_out)
 
     def _record(self, number: int, step: Stretches) -> StepRecord:
         tally, extra = step.payload

@@ -103,3 +103,24 @@ class SystemSummary:
     disk_write_bytes_per_s: float | None = None
     network_sent_bytes_per_s: float | None = None
     network_received_bytes_per_s: float | None = None
+
+
+@dataclass(slots=True)
+class Place:
+    """A place of a script at which it was seen in no phase."""
+
+    file: str
+    line: int
+    function: str
+    work: str  # writing, computing, preparing (a batch), waiting, library
+    samples: int
+    share: float | None = None  # of the step
+
+
+@dataclass(slots=True)
+class OtherTime:
+    """What a script did in the time that is in no phase, by samples of its main thread on rank 0."""
+
+    samples: int = 0
+    work: dict[str, int] = field(default_factory=dict)  # samples by kind of work
+    places: list[Place] = field(default_factory=list)  # the few with most of them

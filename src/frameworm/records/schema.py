@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.records.figures import Statistics as Statistics
-from frameworm.records.observations import Bucket, Compression, CompressionCandidate, RankSummary, SystemSummary
+from frameworm.records.observations import (
+    Bucket,
+    Compression,
+    CompressionCandidate,
+    OtherTime,
+    Place,
+    RankSummary,
+    SystemSummary,
+)
 
 SCHEMA_VERSION = 1
 
@@ -195,6 +203,7 @@ class RunRecord:
     ranks: list[RankSummary] = field(default_factory=list)
     system: SystemSummary | None = None
     unseen: list[str] = field(default_factory=list)  # phases that could not be seen in this run
+    other_time: OtherTime | None = None  # of an attached run
     source: str = "engine"  # engine, or attached to somebody else's script
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)
@@ -282,6 +291,8 @@ def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
         values["system"] = _system(values["system"])
     if values.get("compilation"):
         values["compilation"] = Compilation(**_known(Compilation, values["compilation"]))
+    if values.get("other_time"):
+        values["other_time"] = _other_time(values["other_time"])
     values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
     values["slow_steps"] = [StepRecord.from_dict(item) for item in values.get("slow_steps") or []]
     values["findings"] = [_finding(item) for item in values.get("findings") or []]
@@ -305,6 +316,12 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     if values.get("expected_speedup"):
         values["expected_speedup"] = ExpectedSpeedup(**_known(ExpectedSpeedup, values["expected_speedup"]))
     return Finding(**values)
+
+
+def _other_time(data: Mapping[str, Any]) -> OtherTime:
+    values = dict(_known(OtherTime, data))
+    values["places"] = [Place(**_known(Place, item)) for item in values.get("places") or []]
+    return OtherTime(**values)
 
 
 def _system(data: Mapping[str, Any]) -> SystemSummary:

@@ -72,6 +72,7 @@ def render_html(
             (charts.phase_class(row.name), row.label, tables.seconds(row.mean_s), tables.share(row.share))
             for row in tables.phase_rows(record)
         ],
+        places=tables.place_rows(record),
         unseen=[charts.phase_label(name) for name in record.unseen],
         rank_chart=charts_ranks.rank_chart(bars),
         rank_header=RANK_HEADER,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from frameworm.diagnose.places import place_text
 from frameworm.diagnose.targets import Target, grade_targets
 from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, Remedy, RunRecord
 
@@ -148,6 +149,14 @@ def quality_figures(record: RunRecord) -> list[Figure]:
     ]
 
 
+def place_rows(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Where a script was in no phase: place, kind of work, share of the step; empty where that is next to nothing."""
+    other = record.phases.get("other")
+    if record.other_time is None or other is None or other.share < _WORTH_A_PLACE:
+        return []
+    return [(plain(place_text(place)), plain(place.work), share(place.share)) for place in record.other_time.places]
+
+
 def speed_figures(record: RunRecord) -> list[Figure]:
     """How fast it learned; measures that do not apply to the run are left out."""
     throughput = record.throughput
@@ -284,6 +293,7 @@ _UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("_s", "", seconds),
 )
 _SHARES = {"gpu_busy", "cpu_busy", "io_wait", "mfu", "pageable_copies", "trace_gpu_busy"}
+_WORTH_A_PLACE = 0.02
 # Told with the share itself.
 _OF_THE_SHARE = {"share_low", "share_high", "measured_steps"}
 

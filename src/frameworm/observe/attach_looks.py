@@ -1,0 +1,166 @@
+"""Looks at what a script does on its own, in the time that belongs to no phase.
+
+A thread reads where the main one is, a hundred times a second or so. Which of the looks fell into `other` is known when
+a step is over and its stretches have their last labels.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from frameworm.observe.attach_frames import COMPUTING, DEVICE, FrameReader, Spot, work_at
+from frameworm.observe.attach_timeline import Stretches
+from frameworm.observe.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
+from frameworm.records.observations import OtherTime, Place
+
+INTERVAL_S = 0.008
+# A long run has been seen often enough to be looked at less.
+MANY_LOOKS, LONG_INTERVAL_S = 20_000, 0.04
+# Of one core; where a look takes longer, looks are fewer.
+MOST_COST_SHARE = 0.003
+# Steps of an even length must not be met at the same moment each time.
+_GOLDEN = 0.618034
+MOST_SAMPLES = 50_000
+MOST_PLACES = 5
+SAME_PLACE_LINES = 3
+PREPARING = "preparing"
+
+
+class Looks:
+    """Samples of the thread that made it.
+
+    Args:
+        script: The script; files beside it are named from there.
+        active: Whether there will be more to see.
+        between: Whether the script is in no phase right now.
+        frames: The frames of all threads.
+        clock: The clock of the marks.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        active: Callable[[], bool],
+        between: Callable[[], bool],
+        frames: Callable[[], Mapping[int, FrameType]] = sys._current_frames,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._folder = f"{Path(script).parent}{os.sep}"
+        self._active = active
+        self._between = between
+        self._frames = frames
+        self._clock = clock
+        self._reader = FrameReader(script)
+        self._watched = threading.get_ident()
+        self._samples: deque[tuple[float, Spot]] = deque(maxlen=MOST_SAMPLES)
+        self._counts: Counter[tuple[Spot, bool]] = Counter()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread = threading.Thread(target=self._run, name="frameworm-looks", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Look no more."""
+        self._ended = True
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def look(self) -> None:
+        """Put down where the thread is."""
+        # The clock first: what the thread does meanwhile is at most a few lines more.
+        now_s = self._clock()
+        spot = self._reader.read(self._frames().get(self._watched))
+        if spot is not None:
+            self._samples.append((now_s, spot))
+
+    def credit(self, step: Stretches, counts: bool = True) -> None:
+        """Count the looks that fell into the time of a finished step in which it was in no phase.
+
+        Args:
+            counts: False for a step that is no part of the figures.
+        """
+        begin_s, marks = step.begin.host_s, step.marks
+        samples, end_s = self._samples, marks[-1].host_s
+        index = 0
+        while samples and samples[0][0] <= end_s:
+            look_s, spot = samples.popleft()
+            if look_s < begin_s or not counts:
+                continue
+            while marks[index].host_s < look_s:
+                index += 1
+            if marks[index].label == OTHER:
+                self._counts[spot, _is_before_the_model(step, index)] += 1
+
+    def summary(self) -> OtherTime | None:
+        """The places seen most; None when none was."""
+        lines: defaultdict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
+        for (spot, before), count in self._counts.items():
+            work = work_at(spot)
+            if work == DEVICE:  # has a measure of its own, and is no time of the device
+                continue
+            if before and work == COMPUTING:
+                work = PREPARING
+            lines[spot.file, spot.function, work][spot.line] += count
+        places = [
+            Place(self._short(file), block.most_common(1)[0][0], function, work, block.total())
+            for (file, function, work), found in lines.items()
+            for block in _blocks(found)
+        ]
+        if not places:
+            return None
+        places.sort(key=lambda place: -place.samples)
+        works: Counter[str] = Counter()
+        for place in places:
+            works[place.work] += place.samples
+        return OtherTime(works.total(), dict(works), places[:MOST_PLACES])
+
+    def _short(self, file: str) -> str:
+        return file.removeprefix(self._folder)
+
+    def _run(self) -> None:
+        fraction, looks = 0.5, 0
+        began_s = time.thread_time()
+        try:
+            while not self._ended and self._active():
+                cost_s = (time.thread_time() - began_s) / max(looks, 1)
+                interval_s = max(INTERVAL_S if looks < MANY_LOOKS else LONG_INTERVAL_S, cost_s / MOST_COST_SHARE)
+                fraction = (fraction + _GOLDEN) % 1.0
+                time.sleep(interval_s * (0.5 + fraction))
+                looks += 1
+                if self._between():
+                    self.look()
+        except Exception:
+            # Whatever happens here is no business of the script: there are no more looks.
+            return
+
+
+def _is_before_the_model(step: Stretches, index: int) -> bool:
+    """Whether a stretch lies between the fetch of a batch and the first use of it."""
+    for mark in reversed(step.marks[:index]):
+        if mark.label in (DATA_WAIT, TRANSFER):
+            return True
+        if mark.label not in (OTHER, OPTIMIZER):
+            return False
+    return False
+
+
+def _blocks(lines: Counter[int]) -> list[Counter[int]]:
+    """Lines of one function with their looks, neighbours together."""
+    blocks: list[Counter[int]] = []
+    last = None
+    for line in sorted(lines):
+        if last is None or line - last > SAME_PLACE_LINES:
+            blocks.append(Counter())
+        blocks[-1][line] = lines[line]
+        last = line
+    return blocks
