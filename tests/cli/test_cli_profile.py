@@ -258,6 +258,79 @@ def test_examples_give_the_same_results(
     assert ("checkpoint" in summary["phases"]) == (checkpoints > 0)
 
 
+BETWEEN = """
+    import os, sys, threading, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    out, into = os.pipe()
+    file = os.fdopen(into, "w")
+    def read_slowly():
+        while data := os.read(out, 4096):
+            time.sleep(len(data) / 200e3)
+    threading.Thread(target=read_slowly, daemon=True).start()
+    class Slow(nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.02)
+            return super().forward(inputs)
+    def write(number):
+        file.write("-" * 10000)
+        file.flush()
+    def compute(number):
+        end = time.perf_counter() + 0.04
+        while time.perf_counter() < end:
+            torch.histc(model.weight.detach(), 100)
+    def wait(number):
+        time.sleep(0.04)
+    work = {"write": write, "compute": compute, "wait": wait, "nothing": lambda number: None}[sys.argv[1]]
+    torch.manual_seed(0)
+    model = Slow(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(torch.ones(240, 4)), 4), start=1):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        work(number)
+    print(model.weight.tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "verdict", "lines"),
+    [
+        ("write", "logging_stall", (17, 18)),
+        ("compute", "logging_stall", (21, 22)),
+        ("wait", "inconclusive", (24, 24)),
+        ("nothing", "healthy", None),
+    ],
+)
+def test_own_code_between_steps_is_named(
+    work: str, verdict: str, lines: tuple[int, int] | None, cli: Cli, tmp_path: Path
+) -> None:
+    script = write(tmp_path, BETWEEN)
+    plain = plainly(script, work)
+    assert plain.returncode == 0, plain.stderr
+    done = cli("profile", "--out", tmp_path / "run", script, work, timeout_s=LONG_S)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    summary, _ = assert_complete(tmp_path / "run")
+    assert summary["verdict"] == verdict, done.stderr
+    if lines is None:
+        return
+    place = summary["other_time"]["places"][0]
+    assert (place["file"], place["function"]) == ("script.py", work)
+    assert lines[0] <= place["line"] <= lines[1]
+    assert place["share"] > 0.3
+    said = f"script.py:{place['line']} in {work}"
+    assert said in " ".join(done.stderr.split())
+    assert said in (tmp_path / "run" / "report.html").read_text()
+    if verdict == "logging_stall":
+        assert summary["findings"][0]["evidence"]["place"] == said
+        assert summary["findings"][0]["evidence"]["work"] == {"write": "writing", "compute": "computing"}[work]
+    judged = cli("diagnose", tmp_path / "run", "--json")
+    assert json.loads(judged.stdout)["verdict"] == verdict
+
+
 @pytest.mark.slow
 def test_a_library_that_asks_for_torch_before_importing_it_is_no_import(cli: Cli, tmp_path: Path) -> None:
     asking = "import importlib.util\nassert importlib.util.find_spec('torch') is not None"

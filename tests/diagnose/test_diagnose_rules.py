@@ -21,6 +21,7 @@ from planted_facts import (
 )
 
 from frameworm.diagnose.rules import CODES, RULES, Judgement, apply_judgement, judge
+from frameworm.records.observations import OtherTime, Place
 from frameworm.records.schema import (
     Batch,
     Bucket,
@@ -466,6 +467,80 @@ def test_callbacks_between_steps_are_output() -> None:
     attached = judged({"other": 0.01}, source="attached")
     assert attached.verdict == "inconclusive"  # in a script it may be anything
     assert any("no phase" in note for note in attached.notes)
+
+
+def seen(work: str = "computing", samples: int = 100, places: int = 1, **others: int) -> OtherTime:
+    """Samples of a script in no phase: of one kind of work, at so many places, and of other kinds."""
+    found = [Place("train.py", 10 * number, "log", work, samples // places, 0.3) for number in range(1, places + 1)]
+    works = {work: samples, **others}
+    return OtherTime(sum(works.values()), works, found[:5])
+
+
+def scripted(other_s: float, other_time: OtherTime | None, **fields: Any) -> Judgement:
+    return judged({"other": other_s}, source="attached", other_time=other_time, **fields)
+
+
+@pytest.mark.parametrize("work", ["writing", "computing"])
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_own_code_between_steps_is_named(work: str, device: str) -> None:
+    system = gpu_system(0.64) if device == GPU else None
+    judgement = scripted(0.01, seen(work, waiting=10), device=device, system=system)
+    assert judgement.verdict == "logging_stall"
+    finding = judgement.findings[0]
+    assert finding.evidence["place"] == "train.py:10 in log"
+    assert finding.evidence["there_share"] == 0.3
+    assert finding.evidence["work"] == work
+    # 10 of 29.2 ms are in no phase, and 100 of 110 samples of them at work.
+    assert finding.evidence["between_steps_s"] == pytest.approx(0.01 * 100 / 110, rel=0.05)
+    assert finding.share == pytest.approx(10 / 29.2 * 100 / 110, rel=0.05)
+    assert ("train.py:10" in finding.remedies[0].text) == (work == "computing")
+    # What the GPU idles meanwhile is told once.
+    assert "host_bound" not in {item.code for item in judgement.findings if item.severity != "info"}
+
+
+@pytest.mark.parametrize(
+    ("other_time", "words"),
+    [
+        (None, "no phase that can be seen;"),
+        (seen(samples=5), "no phase that can be seen;"),
+        (seen("waiting"), "100% of that at train.py:10 in log, which waits"),
+        (seen("library"), "which is in a library"),
+        (seen("preparing"), "which prepares batches"),
+        (seen(places=20), "5% of that at train.py:10 in log, which computes"),
+        (seen("waiting", 95, computing=5), "95% of that at train.py:10 in log, which waits"),
+    ],
+)
+def test_what_samples_cannot_tell_stays_open(other_time: OtherTime | None, words: str) -> None:
+    judgement = scripted(0.01, other_time)
+    assert judgement.verdict == "inconclusive"
+    assert "logging_stall" not in {finding.code for finding in judgement.findings if finding.severity != "info"}
+    assert any(words in note for note in judgement.notes), judgement.notes
+
+
+def test_own_code_may_be_a_phase_that_was_not_seen() -> None:
+    assert scripted(0.01, seen(), unseen=["data_wait"]).verdict == "inconclusive"
+    assert scripted(0.01, seen("writing"), unseen=["data_wait"]).verdict == "logging_stall"
+
+
+def test_the_glue_of_a_loop_is_no_stall() -> None:
+    tiny = {"forward": 0.002, "backward": 0.003, "optimizer": 0.0003, "other": 0.001}
+    assert judged(tiny, source="attached", other_time=seen()).verdict == "healthy"
+    assert judged(tiny, source="attached", other_time=seen("writing")).verdict == "logging_stall"
+    assert scripted(0.0002, seen()).verdict == "healthy"
+
+
+def test_prints_are_timed_and_placed() -> None:
+    judgement = scripted(0.006, seen("writing", 50, waiting=50), steps_args={"metrics": {"logging_s": 0.005}})
+    finding = judgement.findings[0]
+    assert finding.code == "logging_stall"
+    assert finding.evidence["logging_s"] == pytest.approx(0.005, rel=0.05)
+    assert "between_steps_s" not in finding.evidence
+    assert finding.evidence["place"] == "train.py:10 in log"
+
+
+def test_time_that_a_gpu_hides_costs_nothing() -> None:
+    judgement = scripted(0.0001, seen("writing", 500), device=GPU, system=gpu_system())
+    assert judgement.verdict == "healthy"
 
 
 TOO_SHORT: list[Callable[[], Judgement]] = [

@@ -167,7 +167,13 @@ def test_looks_count_where_the_stretch_is_other() -> None:
     assert summary is not None
     assert (summary.samples, summary.work) == (4, {"preparing": 1, "computing": 3})
     first, second = summary.places
-    assert (first.file, first.line, first.function, first.work, first.samples) == ("train.py", 50, "train", "computing", 3)
+    assert (first.file, first.line, first.function, first.work, first.samples) == (
+        "train.py",
+        50,
+        "train",
+        "computing",
+        3,
+    )
     assert (second.line, second.work, second.samples) == (20, "preparing", 1)
     # The look at 6.5 belongs to the next step, which is no part of the figures.
     looks.credit(step(6.0, ("other", 1)), counts=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+from frameworm.records.observations import OtherTime, Place
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -57,6 +58,7 @@ def full_record() -> RunRecord:
                 ExpectedSpeedup(1.3, 1.2, 1.4, "modelled"),
             )
         ],
+        other_time=OtherTime(9, {"writing": 9}, [Place("train.py", 7, "log", "writing", 9, 0.6)]),
         notes=["a note"],
         epochs=[EpochRecord(1, 5.0, 0.5, 0.6, 0.9, 10.0), EpochRecord(2, 5.0, None, None, None, None)],
         run_dir="runs/full",

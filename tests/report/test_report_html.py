@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from frameworm.records.observations import Bucket, RankSummary, SystemSample
+from frameworm.records.observations import Bucket, OtherTime, Place, RankSummary, SystemSample
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -207,6 +207,16 @@ def test_unseen_phases_are_named() -> None:
     record = make_record()
     record.unseen = ["communication_exposed"]
     assert any("Unseen in this run: exposed communication." in text for text in Page(render_html(record)).texts)
+
+
+def test_places_of_time_in_no_phase_are_shown_where_it_matters() -> None:
+    record = make_record()
+    record.phases["other"] = Phase(0.01, 0.3)
+    record.other_time = OtherTime(9, {"writing": 9}, [Place("<b>.py", 7, "log", "writing", 9, 0.3)])
+    texts = Page(render_html(record)).texts
+    assert {"<b>.py:7 in log", "writing", "30.0%"} <= set(texts)
+    record.phases["other"] = Phase(0.0001, 0.01)
+    assert "<b>.py:7 in log" not in Page(render_html(record)).texts
 
 
 def test_doubts_stand_beside_the_verdict() -> None:

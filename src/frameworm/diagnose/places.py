@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from frameworm.diagnose.estimate import Estimate, known
-from frameworm.records.observations import OtherTime, Place
+from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.observations import Place
 from frameworm.records.schema import RunRecord
 
 WRITING, COMPUTING = "writing", "computing"
@@ -34,38 +34,39 @@ _DOES = {
 
 def work_share(record: RunRecord, phases: Mapping[str, Estimate]) -> Estimate | None:
     """Share of the step that goes to writing and to work of the script that is no training; None when unknown."""
-    other, seen = phases.get("other"), sampled(record)
-    if other is None or seen is None:
+    other, total = phases.get("other"), samples_of(record)
+    if other is None or total is None:
         return None
-    counted = sum(seen.work.get(work, 0) for work in _judged(record, seen))
-    part = counted / seen.samples
+    counted = min(sum(_of_work(record, work) for work in _judged(record, total)), total)
     # One sample more of each kind: that none was seen does not mean that there is none.
-    likely = (counted + 1) / (seen.samples + 2)
-    error = math.sqrt(likely * (1 - likely) * CORRELATION / seen.samples)
-    return other.scaled(part).plus(Estimate(0.0, other.value * error)) if counted else None
+    likely = (counted + 1) / (total + 2)
+    error = math.sqrt(likely * (1 - likely) * CORRELATION / total)
+    return other.scaled(counted / total).plus(Estimate(0.0, other.value * error)) if counted else None
 
 
 def places_of_work(record: RunRecord) -> list[Place]:
     """The places that `work_share` counts, those with most samples first."""
-    seen = sampled(record)
-    return [] if seen is None else [place for place in seen.places if place.work in _judged(record, seen)]
+    total = samples_of(record)
+    if total is None or record.other_time is None:
+        return []
+    judged = _judged(record, total)
+    return [place for place in record.other_time.places or [] if place.work in judged]
 
 
-def sampled(record: RunRecord) -> OtherTime | None:
-    """The samples, if they are enough to say anything."""
-    seen = record.other_time
-    return seen if seen is not None and seen.samples >= FEWEST_SAMPLES else None
+def samples_of(record: RunRecord) -> int | None:
+    """How many samples there are, if they are enough to say anything."""
+    total = _count(record.other_time.samples) if record.other_time is not None else 0
+    return total if total >= FEWEST_SAMPLES else None
 
 
 def top_place(record: RunRecord) -> str | None:
     """Where a script was seen most while in no phase, in words."""
-    seen = sampled(record)
-    if seen is None or not seen.places:
+    total = samples_of(record)
+    if total is None or record.other_time is None or not record.other_time.places:
         return None
-    place = seen.places[0]
-    return (
-        f"{place.samples / seen.samples:.0%} of that at {place_text(place)}, which {_DOES.get(place.work, place.work)}"
-    )
+    place = record.other_time.places[0]
+    part = clamp(_count(place.samples) / total)
+    return f"{part:.0%} of that at {place_text(place)}, which {_DOES.get(place.work, place.work)}"
 
 
 def place_text(place: Place) -> str:
@@ -74,17 +75,25 @@ def place_text(place: Place) -> str:
     return f"{place.file}:{place.line}{inside}"
 
 
-def _judged(record: RunRecord, seen: OtherTime) -> list[str]:
-    return [WRITING, COMPUTING] if _is_work(record, seen) else [WRITING]
+def _judged(record: RunRecord, total: int) -> list[str]:
+    return [WRITING, COMPUTING] if _is_work(record, total) else [WRITING]
 
 
-def _is_work(record: RunRecord, seen: OtherTime) -> bool:
+def _is_work(record: RunRecord, total: int) -> bool:
     """Whether what the script computes outside of the phases is a thing of its own."""
-    total = seen.work.get(COMPUTING, 0)
-    if not total or any(name in (record.unseen or []) for name in NEEDED):
+    computing = _of_work(record, COMPUTING)
+    if not computing or record.other_time is None or any(name in (record.unseen or []) for name in NEEDED):
         return False
-    few = [place.samples for place in seen.places if place.work == COMPUTING][:FEW_PLACES]
+    places = [_count(place.samples) for place in record.other_time.places or [] if place.work == COMPUTING]
     phase = (record.phases or {}).get("other")
     other_s = known(phase.mean_s) if phase is not None else None
-    work_s = None if other_s is None else other_s * total / seen.samples
-    return sum(few) >= CONCENTRATED * total and work_s is not None and work_s >= SHORTEST_WORK_S
+    long = other_s is not None and other_s * computing / total >= SHORTEST_WORK_S
+    return long and sum(places[:FEW_PLACES]) >= CONCENTRATED * computing
+
+
+def _of_work(record: RunRecord, work: str) -> int:
+    return 0 if record.other_time is None else _count((record.other_time.work or {}).get(work))
+
+
+def _count(value: object) -> int:
+    return max(int(known(value) or 0), 0)

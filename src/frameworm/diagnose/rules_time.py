@@ -208,7 +208,7 @@ def _work_of_a_script(facts: Facts, printed: Estimate | None) -> Finding | None:
         "between_steps_s": facts.seconds(work) if sampled else None,
         "logging_s": facts.seconds(printed),
         "place": place_text(first) if first is not None else None,
-        "there_share": first.share if first is not None else None,
+        "there_share": known(first.share) if first is not None else None,
         "work": first.work if first is not None else None,
         "other_places": [place_text(place) for place in places[1:MOST_PLACES]] or None,
     }
