@@ -2,6 +2,7 @@
 
     pip install traceml-ai && python benchmarks/traceml.py
     python benchmarks/traceml.py --cases slow_dataset,leak
+    python benchmarks/traceml.py --only frameworm
 
 The cases of planted.py that TraceML's documentation claims to tell, written as plain PyTorch scripts. frameworm gets
 each script as it is. TraceML asks for three lines in a plain loop (import, init, trace_step around the step); they are
@@ -12,6 +13,8 @@ An answer of TraceML is right if it is the one its documentation gives for the f
 logging and checkpoints alike, and memory creep may be in any section of its summary; it reads that from the GPU, so
 without one the case does not count for it. On a healthy run its verdict must be one it calls information, as
 frameworm's must be `healthy`.
+
+`--only` asks one of the tools anew and takes the answers of the other from the stored results.
 """
 
 from __future__ import annotations
@@ -332,12 +335,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and draw the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--cases", type=names_among(SCRIPTS), help="some of them, comma between")
+    parser.add_argument("--only", choices=("frameworm", "traceml"), help="ask one tool, keep what the other has said")
     parser.add_argument("--out", type=Path, help="folder for the results")
     chosen = parser.parse_args(arguments)
-    if importlib.util.find_spec("traceml_ai") is None:
+    kept = None
+    if chosen.only is not None:
+        kept = _read(RESULTS / f"traceml-{'cuda' if torch.cuda.is_available() else 'cpu'}.json")
+        if kept is None:
+            print("there are no stored results to keep")
+            return 1
+    if chosen.only != "frameworm" and importlib.util.find_spec("traceml_ai") is None:
         print(f"skipped: TraceML is not installed here; {INSTALL}")
         return 0
-    version = importlib.metadata.version("traceml-ai")
+    asked_anew = chosen.only != "frameworm" or kept is None
+    version = importlib.metadata.version("traceml-ai") if asked_anew else kept["settings"]["traceml"]
     cases: dict[str, Any] = {}
     for name in chosen.cases or SCRIPTS:
         expected = PLANTED[name].expected
@@ -346,6 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("traceml", ask_traceml, right_of_traceml),
             ("frameworm", ask_frameworm, right_of_frameworm),
         ):
+            if kept is not None and tool != chosen.only:
+                answers[tool] = kept["results"]["cases"][name][tool]
+                continue
             begin = perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 answer = ask(name, Path(folder))
@@ -373,6 +387,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = chosen.out or (RESULTS if chosen.cases is None else None)
     if folder is not None:
         settings = {"traceml": version, "threads": 1, "runs_of_each": 1, "not_compared": uncovered}
+        if chosen.only is not None:
+            settings["asked_anew"] = chosen.only
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         print(f"written: {write_results('traceml', device, settings, {'right': right, 'cases': cases}, folder)}")
     return 0

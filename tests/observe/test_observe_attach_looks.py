@@ -162,7 +162,7 @@ def test_looks_count_where_the_stretch_is_other() -> None:
     for time_s, seen in ((-0.5, 1), (0.5, 10), (1.5, 20), (2.5, 30), (4.5, 50), (5.0, 52), (5.5, 50), (6.5, 70)):
         clock.now_s, line = time_s, seen
         looks.look()
-    looks.credit(whole)
+    looks.credit(whole, 6.0, 3.0)
     summary = looks.summary()
     assert summary is not None
     assert (summary.samples, summary.work) == (4, {"preparing": 1, "computing": 3})
@@ -176,8 +176,8 @@ def test_looks_count_where_the_stretch_is_other() -> None:
     )
     assert (second.line, second.work, second.samples) == (20, "preparing", 1)
     # The look at 6.5 belongs to the next step, which is no part of the figures.
-    looks.credit(step(6.0, ("other", 1)), counts=False)
-    looks.credit(step(6.0, ("other", 1)))
+    looks.credit(step(6.0, ("other", 1)), 1.0, 1.0, counts=False)
+    looks.credit(step(6.0, ("other", 1)), 1.0, 1.0)
     again = looks.summary()
     assert again is not None
     assert again.samples == 4
@@ -188,7 +188,7 @@ def test_what_clears_gradients_first_prepares_the_batch_too() -> None:
     looks = make_looks(clock, lambda: stack(MAIN))
     clock.now_s = 2.5
     looks.look()
-    looks.credit(step(0.0, ("data_wait", 1), ("optimizer", 1), ("other", 1), ("forward", 1)))
+    looks.credit(step(0.0, ("data_wait", 1), ("optimizer", 1), ("other", 1), ("forward", 1)), 4.0, 1.0)
     summary = looks.summary()
     assert summary is not None
     assert summary.work == {"preparing": 1}
@@ -199,7 +199,7 @@ def test_waits_for_the_device_are_no_places() -> None:
     looks = make_looks(clock, lambda: stack(MAIN, (DEVICE_HOOKS, "_waiting", 1)))
     clock.now_s = 0.5
     looks.look()
-    looks.credit(step(0.0, ("other", 1)))
+    looks.credit(step(0.0, ("other", 1)), 1.0, 1.0)
     assert looks.summary() is None
 
 
@@ -210,10 +210,33 @@ def test_only_the_places_seen_most_are_kept() -> None:
     for number in range(1, 101):
         clock.now_s, line = number / 100, number % 10 * 10
         looks.look()
-    looks.credit(step(0.0, ("other", 2)))
+    looks.credit(step(0.0, ("other", 2)), 2.0, 2.0)
     summary = looks.summary()
     assert summary is not None
     assert (summary.samples, len(summary.places)) == (100, attach_looks.MOST_PLACES)
+
+
+def test_looks_are_taken_while_there_is_something_to_explain() -> None:
+    clock = Clock()
+    looks = make_looks(clock, lambda: stack(MAIN))
+    often, rarely = attach_looks.INTERVAL_S, attach_looks.IDLE_INTERVAL_S
+    assert looks.interval_s == rarely
+    for _ in range(5):
+        looks.credit(step(0.0, ("forward", 1)), 1.0, 0.01)
+    assert looks.interval_s == rarely
+    looks.credit(step(0.0, ("other", 1)), 1.0, 1.0)
+    assert looks.interval_s == often
+    for _ in range(20):  # work that comes once in so many steps is waited for
+        looks.credit(step(0.0, ("forward", 1)), 1.0, 0.0)
+        looks.credit(step(0.0, ("forward", 1)), 1.0, None)  # a step that was not divided says nothing
+    assert looks.interval_s == often
+    for _ in range(100):
+        looks.credit(step(0.0, ("forward", 1)), 1.0, 0.0)
+    assert looks.interval_s == rarely
+    for _ in range(attach_looks.ENOUGH_LOOKS):
+        looks.look()
+    looks.credit(step(-1.0, ("other", 2)), 200.0, 200.0)
+    assert looks.interval_s == rarely
 
 
 def test_a_thread_looks_until_nobody_watches_and_keeps_no_frame() -> None:
@@ -223,11 +246,12 @@ def test_a_thread_looks_until_nobody_watches_and_keeps_no_frame() -> None:
     held = Held()
     gone = weakref.ref(held)
     looks = Looks(__file__, lambda: True, lambda: True)
+    looks.credit(step(0.0, ("other", 1)), 1.0, 1.0)
     begin_s = time.perf_counter()
     looks.start()
 
     def work(kept: Held) -> None:
-        end_s = time.perf_counter() + 0.3
+        end_s = time.perf_counter() + 0.5
         while time.perf_counter() < end_s:
             pass
 
@@ -236,7 +260,7 @@ def test_a_thread_looks_until_nobody_watches_and_keeps_no_frame() -> None:
     del held
     gc.collect()
     assert gone() is None
-    looks.credit(step(begin_s, ("other", 30.0)))
+    looks.credit(step(begin_s, ("other", 30.0)), 30.0, 30.0)
     summary = looks.summary()
     assert summary is not None
     assert summary.samples >= 3

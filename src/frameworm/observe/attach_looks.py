@@ -1,7 +1,9 @@
 """Looks at what a script does on its own, in the time that belongs to no phase.
 
-A thread reads where the main one is, a hundred times a second or so. Which of the looks fell into `other` is known when
-a step is over and its stretches have their last labels.
+A thread reads where the main one is: now and then while all time is in phases, up to a hundred times a second once there
+is time to explain, until enough has been seen. Each look makes the script wait for Python's lock, so that none is taken
+that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have their last
+labels.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from frameworm.observe.attach_timeline import Stretches
 from frameworm.observe.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
 from frameworm.records.observations import OtherTime, Place
 
-INTERVAL_S = 0.008
-# A long run has been seen often enough to be looked at less.
-MANY_LOOKS, LONG_INTERVAL_S = 20_000, 0.04
+INTERVAL_S, IDLE_INTERVAL_S = 0.01, 0.2
+# Below this share of the step in no phase nobody will ask where it went.
+WORTH_A_LOOK = 0.04
+ENOUGH_LOOKS = 400
+# Of the last steps, so that work that is rare and long is seen the next time.
+MEMORY = 0.98
 # Of one core; where a look takes longer, looks are fewer.
 MOST_COST_SHARE = 0.003
 # Steps of an even length must not be met at the same moment each time.
@@ -61,6 +66,8 @@ class Looks:
         self._watched = threading.get_ident()
         self._samples: deque[tuple[float, Spot]] = deque(maxlen=MOST_SAMPLES)
         self._counts: Counter[tuple[Spot, bool]] = Counter()
+        self._counted = 0
+        self._steps_s = self._other_s = 0.0
         self._ended = False
         self._thread: threading.Thread | None = None
 
@@ -83,12 +90,23 @@ class Looks:
         if spot is not None:
             self._samples.append((now_s, spot))
 
-    def credit(self, step: Stretches, counts: bool = True) -> None:
+    @property
+    def interval_s(self) -> float:
+        """Time between two looks, but for what they cost."""
+        needed = self._other_s > WORTH_A_LOOK * self._steps_s and self._counted < ENOUGH_LOOKS
+        return INTERVAL_S if needed else IDLE_INTERVAL_S
+
+    def credit(self, step: Stretches, step_s: float, other_s: float | None, *, counts: bool = True) -> None:
         """Count the looks that fell into the time of a finished step in which it was in no phase.
 
         Args:
+            step_s: What the step took.
+            other_s: What it took of that in no phase, where known; on a GPU only what the device did not hide.
             counts: False for a step that is no part of the figures.
         """
+        if other_s is not None:
+            self._steps_s = MEMORY * self._steps_s + step_s
+            self._other_s = MEMORY * self._other_s + other_s
         begin_s, marks = step.begin.host_s, step.marks
         samples, end_s = self._samples, marks[-1].host_s
         index = 0
@@ -100,6 +118,7 @@ class Looks:
                 index += 1
             if marks[index].label == OTHER:
                 self._counts[spot, _is_before_the_model(step, index)] += 1
+                self._counted += 1
 
     def summary(self) -> OtherTime | None:
         """The places seen most; None when none was."""
@@ -133,7 +152,7 @@ class Looks:
         try:
             while not self._ended and self._active():
                 cost_s = (time.thread_time() - began_s) / max(looks, 1)
-                interval_s = max(INTERVAL_S if looks < MANY_LOOKS else LONG_INTERVAL_S, cost_s / MOST_COST_SHARE)
+                interval_s = max(self.interval_s, cost_s / MOST_COST_SHARE)
                 fraction = (fraction + _GOLDEN) % 1.0
                 time.sleep(interval_s * (0.5 + fraction))
                 looks += 1

@@ -19,7 +19,7 @@ from frameworm.observe.attach_looks import Looks
 from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.observe.attach_timeline import OWN, Stretches
 from frameworm.observe.nvtx import LiveRanges
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, VALIDATION
+from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 
@@ -288,7 +288,9 @@ class Watch:
             if number not in self.left_out:
                 self._write(record)
             if self.looks is not None:
-                self.looks.credit(step, number > DEFAULT_WARMUP and number not in self.left_out)
+                other_s = record.phases.get(OTHER, 0.0) if record.phases else None
+                counts = number > DEFAULT_WARMUP and number not in self.left_out
+                self.looks.credit(step, record.step_s, other_s, counts=counts)
 
     def _record(self, number: int, step: Stretches) -> StepRecord:
         tally, extra = step.payload
