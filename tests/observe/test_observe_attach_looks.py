@@ -226,7 +226,7 @@ def test_looks_are_taken_while_there_is_something_to_explain() -> None:
     assert looks.interval_s == rarely
     looks.credit(step(0.0, ("other", 1)), 1.0, 1.0)
     assert looks.interval_s == often
-    for _ in range(20):  # work that comes once in so many steps is waited for
+    for _ in range(10):  # work that comes once in so many steps is waited for
         looks.credit(step(0.0, ("forward", 1)), 1.0, 0.0)
         looks.credit(step(0.0, ("forward", 1)), 1.0, None)  # a step that was not divided says nothing
     assert looks.interval_s == often

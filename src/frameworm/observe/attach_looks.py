@@ -1,9 +1,9 @@
 """Looks at what a script does on its own, in the time that belongs to no phase.
 
-A thread reads where the main one is: now and then while all time is in phases, up to a hundred times a second once there
-is time to explain, until enough has been seen. Each look makes the script wait for Python's lock, so that none is taken
-that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have their last
-labels.
+A thread reads where the main one is: now and then while all time is in phases, up to a hundred times a second once
+there is time to explain, until enough has been seen. A look makes the script wait for Python's lock, so that none is
+taken that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have their
+last labels.
 """
 
 from __future__ import annotations
