@@ -29,7 +29,7 @@ ENOUGH_LOOKS = 400
 # Of the last steps, so that work that is rare and long is seen the next time.
 MEMORY = 0.98
 # Of one core; where a look takes longer, looks are fewer.
-MOST_COST_SHARE = 0.003
+MOST_COST_SHARE = 0.002
 # Steps of an even length must not be met at the same moment each time.
 _GOLDEN = 0.618034
 MOST_SAMPLES = 50_000
