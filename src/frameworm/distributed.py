@@ -10,6 +10,7 @@ from frameworm.observe.monitor import PerformanceMonitor
 from frameworm.observe.profiler import PerformanceProfiler
 from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.public import CompressedDDP, enable_gradient_compression
+from frameworm.scaling.memory import calculate_zero_savings
 from frameworm.tune.analyzer import BottleneckAnalyzer
 from frameworm.tune.helpers import (
     benchmark_training_step,
@@ -28,6 +29,7 @@ __all__ = [
     "PerformanceMonitor",
     "PerformanceProfiler",
     "benchmark_training_step",
+    "calculate_zero_savings",
     "cleanup",
     "enable_gradient_compression",
     "measure_optimization_effectiveness",

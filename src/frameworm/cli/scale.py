@@ -1,9 +1,10 @@
-"""`network`."""
+"""`network` and `memory`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,18 +13,22 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.train import number_or_auto
-from frameworm.errors import EnvironmentSetupError
+from frameworm.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
     from frameworm.launch.plan import LaunchPlan
+    from frameworm.scaling.memory import MemoryReport
     from frameworm.scaling.network import NetworkModel
 
 BUDGET_S = 10.0
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"([0-9.]+(?:E[0-9]+)?) *([KMGT]?I?B)?")
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     app.command("network")(network)
+    app.command("memory")(memory)
 
 
 def network(
@@ -132,3 +137,106 @@ def _show(model: NetworkModel, out: Path, as_json: bool) -> None:
     from frameworm.report.network_table import render_network
 
     print(json.dumps(model.to_dict()) if as_json else f"{render_network(model)}written to {out}", flush=True)
+
+
+def memory(
+    params: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Number of parameters, such as 175e9: the table of ZeRO's savings."
+    ),
+    config: Optional[Path] = typer.Option(None, help="Config file: plan its steps."),  # noqa: UP045
+    gpus: int = typer.Option(1, min=1, help="Devices to train on."),
+    memory: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Memory of a device, such as 80GB or 80GiB; otherwise that of this machine's."
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.micro_batch=8"
+    ),
+    tokens_per_sample: Optional[float] = typer.Option(  # noqa: UP045
+        None, min=1.0, help="Mean length of the samples, for packed batches."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
+) -> None:
+    """Plan the memory of a training step: what it takes, what fits, and what to change.
+
+    Exit code 1: the setting does not fit.
+
+    Example: frameworm memory --config configs/gpt2_124m.yaml --gpus 8 --memory 80GB
+
+    Without a config: frameworm memory --params 175e9 --gpus 64
+    """
+    if (params is None) == (config is None):
+        raise ConfigError("give either --params N (a number of parameters) or --config F (a config file)")
+    memory_bytes = None if memory is None else parse_size(memory)
+    if params is not None:
+        _show_savings(params, gpus, memory_bytes, as_json)
+        return
+    assert config is not None
+    from frameworm.config.load import load_config
+
+    loaded = load_config(config, settings)
+    from frameworm.engine.memory_planner import MemoryPlanner
+
+    with _telling() as tell:
+        report = MemoryPlanner(loaded, gpus, tokens_per_sample, tell).report(memory_bytes)
+    _show_report(report, as_json)
+    if report.fits is False:
+        raise typer.Exit(1)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a size such as 80GB, 80 GiB or 8.6e10.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    match = _SIZE.fullmatch(text.strip().upper())
+    try:
+        size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    except (ValueError, KeyError):
+        size = 0.0
+    if not 1 <= size < 2**63:
+        raise ConfigError(f"--memory {text} is not a size; give one such as 80GB, 80GiB or a number of bytes")
+    return int(size)
+
+
+def _show_savings(params: str, gpus: int, memory_bytes: int | None, as_json: bool) -> None:
+    from frameworm.report.memory_table import gigabytes, render_savings
+    from frameworm.scaling.memory import calculate_zero_savings
+
+    try:
+        number = float(params.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise ConfigError(f"--params {params} is not a number; give one such as 175e9") from None
+    savings = calculate_zero_savings(number, gpus)
+    if as_json:
+        fits = {
+            kind: {name: None if memory_bytes is None else size <= memory_bytes for name, size in stages.items()}
+            for kind, stages in savings.items()
+        }
+        data = {"params": number, "gpus": gpus, "memory_bytes": memory_bytes, "bytes": savings, "fits": fits}
+        print(json.dumps(data))
+        return
+    text = render_savings(number, gpus, savings)
+    if memory_bytes is not None:
+        for kind, stages in savings.items():
+            fitting = [name for name, size in stages.items() if size <= memory_bytes]
+            text += f"{kind}: {', '.join(fitting) or 'nothing'} fits in {gigabytes(memory_bytes)}, before activations\n"
+    print(text, end="")
+
+
+def _show_report(report: MemoryReport, as_json: bool) -> None:
+    from frameworm.report.memory_table import render_memory
+
+    print(json.dumps(report.to_dict()) if as_json else render_memory(report), end="\n" if as_json else "")
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Callable[[str], None] | None]:
+    """What goes on, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("planning") as status:
+        yield status.update

@@ -76,20 +76,7 @@ def _text_classifier(config: Config, settings: TextClassifierModelConfig, progre
     data = load_text_classification(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     num_classes = _at_least("num_classes", settings.num_classes, data.num_classes, "classes of the data set")
-    model = _seeded(
-        config.seed,
-        lambda: TextClassifier(
-            vocab_size=vocab_size,
-            num_classes=num_classes,
-            d_model=settings.d_model,
-            n_heads=settings.n_heads,
-            num_layers=settings.num_layers,
-            dim_feedforward=settings.dim_feedforward,
-            max_seq_len=settings.max_seq_len,
-            dropout=settings.dropout,
-            pad_id=data.pad_id,
-        ),
-    )
+    model = _seeded(config.seed, lambda: make_text_classifier(settings, vocab_size, num_classes, data.pad_id))
     return Workload(model, data.train, data.val)
 
 
@@ -101,20 +88,39 @@ def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) ->
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     if settings.vocab_size == "auto":
         vocab_size = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    model = _seeded(
-        config.seed,
-        lambda: GPT(
-            vocab_size=vocab_size,
-            d_model=settings.d_model,
-            n_heads=settings.n_heads,
-            num_layers=settings.num_layers,
-            max_seq_len=settings.max_seq_len,
-            dropout=settings.dropout,
-            fused_loss=settings.fused_loss,
-            residual=settings.residual,
-        ),
-    )
+    model = _seeded(config.seed, lambda: make_gpt(settings, vocab_size))
     return Workload(model, data.train, data.val), {"token_embedding.weight": data.vocab_size}
+
+
+def make_text_classifier(
+    settings: TextClassifierModelConfig, vocab_size: int, num_classes: int, pad_id: int
+) -> TextClassifier:
+    """The classifier of a config, its `auto` sizes decided."""
+    return TextClassifier(
+        vocab_size=vocab_size,
+        num_classes=num_classes,
+        d_model=settings.d_model,
+        n_heads=settings.n_heads,
+        num_layers=settings.num_layers,
+        dim_feedforward=settings.dim_feedforward,
+        max_seq_len=settings.max_seq_len,
+        dropout=settings.dropout,
+        pad_id=pad_id,
+    )
+
+
+def make_gpt(settings: GPTModelConfig, vocab_size: int) -> GPT:
+    """The decoder of a config, its `auto` size decided."""
+    return GPT(
+        vocab_size=vocab_size,
+        d_model=settings.d_model,
+        n_heads=settings.n_heads,
+        num_layers=settings.num_layers,
+        max_seq_len=settings.max_seq_len,
+        dropout=settings.dropout,
+        fused_loss=settings.fused_loss,
+        residual=settings.residual,
+    )
 
 
 def _check_packable(model: nn.Module | type[nn.Module]) -> None:

@@ -1,0 +1,264 @@
+"""What fits: savings per ZeRO stage, the largest micro-batch, and the cheapest change that makes a setting fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from frameworm.errors import ConfigError
+from frameworm.scaling.memory_model import (
+    CHECKPOINTING,
+    CheckpointingName,
+    MemoryPlan,
+    ModelShapes,
+    Peak,
+    Setting,
+    StepMemory,
+    StrategyName,
+    capacity,
+    plan_step,
+)
+
+LARGEST_MICRO_BATCH = 2**20
+SHARDED: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3")
+
+PlanFor = Callable[[Setting], MemoryPlan]
+
+_CHANGED = ("micro_batch", "checkpointing", "strategy")
+_COSTS = {
+    "selective": "elementwise work of each layer is done twice, matrix products and attention are not",
+    "full": "the forward pass of each layer is done twice: about a third more compute",
+    "zero1": "updated parameters are sent to all ranks after each step; gradients travel as in ddp",
+    "zero2": "parameters are gathered once per step and gradients scattered: as many bytes as ddp, less hidden",
+    "zero3": "parameters are gathered in forward and again in backward: half as many bytes again as ddp",
+}
+
+
+def calculate_zero_savings(num_params: float, world_size: int) -> dict[str, dict[str, float]]:
+    """Bytes per device of parameters, gradients and Adam's state, by ZeRO stage; activations are not in it.
+
+    As in the ZeRO paper: what is divided is divided evenly, and nothing is gathered. `frameworm memory --config` plans
+    a real run, with what this library's strategies hold besides.
+
+    Args:
+        num_params: Parameters of the model.
+        world_size: Devices they are spread over.
+
+    Returns:
+        `fp32` (4 + 4 + 8 bytes per parameter) and `mixed` (half-precision parameters and gradients; master weights and
+        state in fp32: 2 + 2 + 12), each with `ddp`, `zero1`, `zero2` and `zero3`.
+
+    Raises:
+        ConfigError: There are no parameters or no devices.
+    """
+    if not num_params > 0 or num_params == float("inf"):
+        raise ConfigError(f"num_params {num_params} is not a number of parameters; give one above 0, such as 7e9")
+    if world_size < 1:
+        raise ConfigError(f"world_size {world_size} is not a number of devices; give at least 1")
+    return {
+        "fp32": _stages(num_params, world_size, 4, 4, 8),
+        "mixed": _stages(num_params, world_size, 2, 2, 12),
+    }
+
+
+def _stages(num_params: float, world_size: int, weights: int, gradients: int, state: int) -> dict[str, float]:
+    return {
+        "ddp": num_params * (weights + gradients + state),
+        "zero1": num_params * (weights + gradients + state / world_size),
+        "zero2": num_params * (weights + (gradients + state) / world_size),
+        "zero3": num_params * (weights + gradients + state) / world_size,
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """One way to make a setting fit.
+
+    Attributes:
+        words: What to set.
+        cost: What it costs.
+        overrides: The same as `--set` arguments.
+        plan: What the device then holds.
+    """
+
+    words: str
+    cost: str
+    overrides: tuple[str, ...]
+    plan: MemoryPlan
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "words": self.words,
+            "cost": self.cost,
+            "overrides": list(self.overrides),
+            "plan": self.plan.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All that `frameworm memory --config` says.
+
+    Attributes:
+        plan: The setting as the config has it.
+        strategies: The same setting under each strategy that its world size allows.
+        memory_bytes: The device's memory; None where it is not known.
+        device_name: What it is.
+        largest: The largest micro-batch that fits; 0 when none does, None where the memory is not known.
+        largest_by: The same for each strategy and way of checkpointing.
+        changes: Ways to make it fit, cheapest first; empty when it fits.
+    """
+
+    name: str
+    parameters: int
+    plan: MemoryPlan
+    strategies: tuple[MemoryPlan, ...]
+    memory_fraction: float
+    per_sample_bytes: float
+    fixed_bytes: float
+    memory_bytes: int | None = None
+    device_name: str | None = None
+    largest: int | None = None
+    largest_by: dict[str, int] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the setting has room; None where the memory is not known."""
+        return None if self.memory_bytes is None else self.plan.fits(self.memory_bytes, self.memory_fraction)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        device = self.plan.setting.device
+        known = self.memory_bytes is not None
+        return {
+            "name": self.name,
+            "parameters": self.parameters,
+            "memory_bytes": self.memory_bytes,
+            "memory_fraction": self.memory_fraction,
+            "usable_bytes": capacity(self.memory_bytes or 0, self.memory_fraction, device) if known else None,
+            "device_name": self.device_name,
+            "fits": self.fits,
+            "plan": self.plan.to_dict(),
+            "strategies": {plan.setting.strategy: plan.to_dict() for plan in self.strategies},
+            "activations": {"fixed_bytes": self.fixed_bytes, "per_sample_bytes": self.per_sample_bytes},
+            "largest_micro_batch": self.largest,
+            "largest_micro_batch_by": self.largest_by,
+            "changes": [change.to_dict() for change in self.changes],
+            "notes": list(self.notes),
+        }
+
+
+def plan_of_count(num_params: int, setting: Setting) -> MemoryPlan:
+    """A plan without activations, for a model of which only the size is known."""
+    nothing = StepMemory(setting.micro_batch, 0, Peak(), Peak())
+    return plan_step(ModelShapes.of_count(num_params), setting, nothing)
+
+
+def largest_micro_batch(setting: Setting, memory_bytes: int, memory_fraction: float, plan_for: PlanFor) -> int:
+    """The largest micro-batch whose step fits; 0 when not even one sample does.
+
+    Args:
+        setting: Its micro-batch is left out of account; accumulation counts only as none or some.
+        memory_bytes: Of the device.
+        memory_fraction: Share of it that torch may take.
+        plan_for: Gives the plan of a setting; memory must not shrink with the micro-batch.
+    """
+
+    def fits(size: int) -> bool:
+        return plan_for(replace(setting, micro_batch=size)).fits(memory_bytes, memory_fraction)
+
+    if not fits(1):
+        return 0
+    size = 1
+    while size < LARGEST_MICRO_BATCH and fits(size * 2):
+        size *= 2
+    low, high = size, min(size * 2, LARGEST_MICRO_BATCH)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def ways_to_fit(
+    setting: Setting,
+    memory_bytes: int,
+    memory_fraction: float,
+    plan_for: PlanFor,
+    most: int = 3,
+    checkpointing: tuple[CheckpointingName, ...] = CHECKPOINTING,
+) -> list[Change]:
+    """Changes that make a setting fit with the same global batch, cheapest first.
+
+    One change at a time comes first, in this order: a smaller micro-batch with more accumulation, selective and full
+    checkpointing, zero1, zero2, zero3; then checkpointing together with a smaller micro-batch, then all of it sharded.
+
+    Args:
+        setting: What does not fit.
+        memory_bytes: Of the device.
+        memory_fraction: Share of it that torch may take.
+        plan_for: Gives the plan of a setting.
+        most: Stop after so many.
+        checkpointing: The ways the model allows.
+    """
+    found: dict[tuple[str, ...], Change] = {}
+    for candidate in _candidates(setting, checkpointing):
+        kind = tuple(name for name in _CHANGED if getattr(candidate, name) != getattr(setting, name))
+        if kind in found:
+            continue  # the one before changes less
+        plan = plan_for(candidate)
+        if plan.fits(memory_bytes, memory_fraction):
+            found[kind] = _describe(setting, candidate, plan)
+            if len(found) == most:
+                break
+    return list(found.values())
+
+
+def _candidates(setting: Setting, checkpointing: tuple[CheckpointingName, ...]) -> Iterator[Setting]:
+    smaller = list(_smaller(setting))
+    stronger = [
+        mode for mode in checkpointing if CHECKPOINTING.index(mode) > CHECKPOINTING.index(setting.checkpointing)
+    ]
+    ladder: tuple[StrategyName, ...] = SHARDED if setting.world_size > 1 else ()
+    if setting.strategy in ladder:
+        ladder = ladder[ladder.index(setting.strategy) + 1 :]
+    yield from smaller
+    for mode in stronger:
+        yield replace(setting, checkpointing=mode)
+    for strategy in ladder:
+        yield replace(setting, strategy=strategy, residuals=False, bucket_views=True)
+    for mode in stronger:
+        for item in smaller:
+            yield replace(item, checkpointing=mode)
+    strongest = stronger[-1] if stronger else setting.checkpointing
+    for strategy in ladder:
+        for item in [setting, *smaller]:
+            yield replace(item, strategy=strategy, checkpointing=strongest, residuals=False, bucket_views=True)
+
+
+def _smaller(setting: Setting) -> Iterator[Setting]:
+    """Smaller micro-batches that divide what a device does in a step, largest first."""
+    share = setting.micro_batch * setting.accumulation
+    for size in range(setting.micro_batch - 1, 0, -1):
+        if share % size == 0:
+            yield replace(setting, micro_batch=size, accumulation=share // size)
+
+
+def _describe(before: Setting, after: Setting, plan: MemoryPlan) -> Change:
+    words, costs, overrides = [], [], []
+    if after.micro_batch != before.micro_batch:
+        words.append(f"micro-batch {after.micro_batch} with accumulation {after.accumulation}")
+        costs.append("smaller matrix products, the same gradients")
+        overrides.append(f"training.micro_batch={after.micro_batch}")
+    if after.checkpointing != before.checkpointing:
+        words.append(f"activation checkpointing {after.checkpointing}")
+        costs.append(_COSTS[after.checkpointing])
+        overrides.append(f"memory.activation_checkpointing={after.checkpointing}")
+    if after.strategy != before.strategy:
+        words.append(f"strategy {after.strategy}")
+        costs.append(_COSTS[after.strategy])
+        overrides.append(f"parallel.strategy={after.strategy}")
+    return Change(" and ".join(words), "; ".join(costs), tuple(overrides), plan)

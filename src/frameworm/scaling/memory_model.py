@@ -1,0 +1,371 @@
+"""What one training step needs of a device's memory: arithmetic over shapes and over a dry run of the model.
+
+Strategies are modelled as they are built here: zero1 is DDP with a partitioned optimizer, zero2 and zero3 are FSDP2,
+which keeps parameters in shards between steps under both. All components of a plan are those of one moment, the one
+that needs most, so they add up to what the allocator will have handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+Shape = tuple[int, ...]
+StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3"]
+CheckpointingName = Literal["off", "selective", "full"]
+STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
+CHECKPOINTING: tuple[CheckpointingName, ...] = ("off", "selective", "full")
+
+MIB = 2**20
+BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # what an allocation is rounded up to
+# cuBLAS takes its working space from torch's allocator: one for the thread of forward, one for that of backward.
+LIBRARY_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
+# Outside of torch's count: the driver's context, kernels, communication libraries.
+CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 0}
+# Blocks that are free but too small for what is asked next, as a share of what comes and goes within a step.
+FRAGMENTATION = {"cuda": 0.05, "cpu": 0.0}
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The tensors of a model, as far as their sizes matter.
+
+    Attributes:
+        units: Shapes of the trainable parameters, by the unit that FSDP gathers at once: the layers, then all else.
+            A shared parameter is there once.
+        fixed_bytes: Frozen parameters and buffers, whole on every device under every strategy.
+        element_bytes: Of a parameter.
+    """
+
+    units: tuple[tuple[Shape, ...], ...]
+    fixed_bytes: int = 0
+    element_bytes: int = 4
+
+    @classmethod
+    def of_count(cls, parameters: int, element_bytes: int = 4) -> ModelShapes:
+        """A model of which only the number of parameters is known; taken to divide evenly."""
+        return cls((((parameters,),),), 0, element_bytes)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All of them, in order."""
+        return [shape for unit in self.units for shape in unit]
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def whole_bytes(self, device: str) -> int:
+        """One copy of the trainable parameters."""
+        return sum(block(math.prod(shape) * self.element_bytes, device) for shape in self.shapes)
+
+    def shard_bytes(self, world_size: int, device: str) -> int:
+        """The first rank's part where every parameter is cut along its first dimension."""
+        total = 0
+        for shape in self.shapes:
+            rows = shape[0] if shape else 1
+            total += block(-(-rows // world_size) * math.prod(shape[1:]) * self.element_bytes, device)
+        return total
+
+    def unit_bytes(self) -> list[int]:
+        """Size of each unit when gathered."""
+        return [sum(math.prod(shape) for shape in unit) * self.element_bytes for unit in self.units]
+
+
+def block(size_bytes: int, device: str) -> int:
+    """What the allocator counts for a tensor of that size."""
+    unit = BLOCK_BYTES[device]
+    return -(-size_bytes // unit) * unit
+
+
+def largest_partition(sizes: Sequence[int], world_size: int) -> int:
+    """Elements on the fullest rank when whole tensors are dealt out, largest first, always to the emptiest rank."""
+    loads = [0] * world_size
+    for size in sorted(sizes, reverse=True):
+        emptiest = loads.index(min(loads))
+        loads[emptiest] += size
+    return max(loads)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a forward and backward pass at which most is held, parameters and batch left out."""
+
+    activations: float = 0
+    weight_copies: float = 0  # parameters in half precision, as autocast keeps them
+    loss: float = 0  # logits and all else between the last layer and the loss
+    workspace: float = 0  # of the operation under way
+    gradients: float = 0  # those that are whole by then
+
+    @property
+    def total(self) -> float:
+        """Sum of all."""
+        return self.activations + self.weight_copies + self.loss + self.workspace + self.gradients
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a dry run of one micro-batch found; bytes.
+
+    Attributes:
+        micro_batch: Samples.
+        kept: Held between forward and backward.
+        fresh: The peak when there are no gradients yet, so that they grow while activations shrink.
+        repeat: The peak when all gradients are there and new ones are added to them (accumulation, DDP's buckets);
+            they are not counted in it.
+        validation: The peak of a validation batch; 0 without validation.
+        batch: The batch itself.
+    """
+
+    micro_batch: int
+    kept: float
+    fresh: Peak
+    repeat: Peak
+    validation: float = 0
+    batch: float = 0
+
+
+@dataclass(frozen=True)
+class ActivationProfile:
+    """Dry runs of one model at several micro-batch sizes, in rising order; between and beyond them memory is linear."""
+
+    points: tuple[StepMemory, ...]
+
+    def at(self, micro_batch: int) -> StepMemory:
+        """What a micro-batch needs, from the two nearest dry runs."""
+        points = self.points
+        exact = next((point for point in points if point.micro_batch == micro_batch), None)
+        if exact is not None or len(points) == 1:
+            return exact or points[0]
+        above = next((place for place, point in enumerate(points) if point.micro_batch > micro_batch), len(points) - 1)
+        one, other = points[max(above, 1) - 1], points[max(above, 1)]
+        share = (micro_batch - one.micro_batch) / (other.micro_batch - one.micro_batch)
+        return StepMemory(
+            micro_batch,
+            _between(one.kept, other.kept, share),
+            _peak_between(one.fresh, other.fresh, share),
+            _peak_between(one.repeat, other.repeat, share),
+            _between(one.validation, other.validation, share),
+            _between(one.batch, other.batch, share),
+        )
+
+    def with_point(self, point: StepMemory) -> ActivationProfile:
+        """One more dry run."""
+        others = [item for item in self.points if item.micro_batch != point.micro_batch]
+        return ActivationProfile(tuple(sorted([*others, point], key=lambda item: item.micro_batch)))
+
+    @property
+    def per_sample_bytes(self) -> float:
+        """What one more sample adds to what is kept between forward and backward."""
+        first, last = self.points[0], self.points[-1]
+        return 0.0 if first is last else (last.kept - first.kept) / (last.micro_batch - first.micro_batch)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What is kept whatever the batch."""
+        return max(0.0, self.points[0].kept - self.per_sample_bytes * self.points[0].micro_batch)
+
+
+def _between(one: float, other: float, share: float) -> float:
+    return max(0.0, one + (other - one) * share)
+
+
+def _peak_between(one: Peak, other: Peak, share: float) -> Peak:
+    return Peak(*(_between(getattr(one, item.name), getattr(other, item.name), share) for item in fields(Peak)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides how much memory a step takes, beside the model."""
+
+    strategy: StrategyName = "single"
+    world_size: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: str = "off"  # off, bf16, fp16
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    fused: bool = True
+    checkpointing: CheckpointingName = "off"
+    bucket_views: bool = True
+    residuals: bool = False  # compression keeps what it did not send
+    offload_optimizer: bool = False
+    device: str = "cuda"
+
+    @property
+    def state_copies(self) -> int:
+        """Tensors of a parameter's size that the optimizer keeps."""
+        if self.optimizer == "sgd":
+            return 1 if self.momentum else 0
+        return 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device at the moment of a step that needs most; they add up to `allocated`.
+
+    Attributes:
+        moment: forward_backward, optimizer, rebuild (DDP orders its buckets anew after the first step) or validation.
+        communication: Buckets beside the gradients, gathered parameters, buffers of collectives.
+        allocator: Free blocks that cannot be used, estimated.
+        context: Outside of torch's count: driver, kernels, communication library.
+    """
+
+    setting: Setting
+    moment: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    weight_copies: int
+    loss: int
+    communication: int
+    workspace: int
+    batch: int
+    allocator: int
+    context: int
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated will show."""
+        return sum(getattr(self, name) for name in COMPONENTS)
+
+    @property
+    def total(self) -> int:
+        """With what the allocator cannot use; the context comes on top."""
+        return self.allocated + self.allocator
+
+    def fits(self, memory_bytes: int, memory_fraction: float = 1.0) -> bool:
+        """Whether a device of that size has room; torch may take `memory_fraction` of it."""
+        return self.total <= capacity(memory_bytes, memory_fraction, self.setting.device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "allocated": self.allocated, "total": self.total}
+
+
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "weight_copies",
+    "loss",
+    "communication",
+    "workspace",
+    "batch",
+)
+
+
+def capacity(memory_bytes: int, memory_fraction: float, device: str) -> int:
+    """How much of a device torch's allocator can hold."""
+    return min(int(memory_bytes * memory_fraction), memory_bytes - CONTEXT_BYTES[device])
+
+
+@dataclass(frozen=True)
+class _Moment:
+    name: str
+    gradients: float = 0
+    communication: float = 0
+    peak: Peak = field(default_factory=Peak)
+    workspace: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.communication + self.peak.total + self.workspace
+
+
+def plan_step(model: ModelShapes, setting: Setting, step: StepMemory) -> MemoryPlan:
+    """The memory of one device in its steadiest large moment: from the second step on, optimizer state in place.
+
+    Args:
+        model: Sizes of the parameters.
+        setting: How it is trained; `micro_batch` is what `step` was made for.
+        step: A dry run on one device, which every strategy's activations are taken from.
+    """
+    device, world_size = setting.device, setting.world_size
+    whole = model.whole_bytes(device)
+    sharded = setting.strategy in ("zero2", "zero3") and world_size > 1
+    held = model.shard_bytes(world_size, device) if sharded else whole
+    state = 0 if setting.offload_optimizer else _optimizer_bytes(model, setting, held)
+    # Without a fused kernel the update holds one more tensor per parameter, all at a time.
+    update_space = 0 if setting.fused else (state // setting.state_copies if setting.state_copies else 0)
+    moments = _sharded_moments(model, setting, step, held) if sharded else _whole_moments(setting, step, whole)
+    kept_aside = 0 if sharded or setting.strategy == "single" else _beside_gradients(setting, whole)
+    moments.append(_Moment("optimizer", held if sharded else whole, kept_aside, workspace=update_space))
+    if step.validation:
+        buckets = 0 if sharded or setting.strategy == "single" else whole
+        gathered = _gathered_bytes(model, setting) if sharded else kept_aside
+        moments.append(_Moment("validation", buckets, gathered, Peak(activations=step.validation)))
+    worst = max(moments, key=lambda moment: moment.total)
+    peak = worst.peak
+    return MemoryPlan(
+        setting=replace(setting, micro_batch=step.micro_batch),
+        moment=worst.name,
+        parameters=held + model.fixed_bytes,
+        gradients=round(worst.gradients + peak.gradients),
+        optimizer=state,
+        activations=round(peak.activations),
+        weight_copies=round(peak.weight_copies),
+        loss=round(peak.loss),
+        communication=round(worst.communication),
+        workspace=round(peak.workspace + worst.workspace) + LIBRARY_BYTES[device],
+        batch=round(step.batch),
+        allocator=round(worst.total * FRAGMENTATION[device]),
+        context=CONTEXT_BYTES[device],
+    )
+
+
+def _whole_moments(setting: Setting, step: StepMemory, whole: int) -> list[_Moment]:
+    """Every device holds all parameters and all gradients."""
+    if setting.strategy == "single":
+        if setting.accumulation == 1:
+            return [_Moment("forward_backward", 0, 0, step.fresh)]
+        return [_Moment("forward_backward", whole, 0, step.repeat)]
+    aside = _beside_gradients(setting, whole)
+    return [
+        # Buckets are there from the beginning, whether gradients live in them or are copied to them.
+        _Moment("forward_backward", whole, aside, step.repeat),
+        _Moment("rebuild", whole, whole + aside),
+    ]
+
+
+def _sharded_moments(model: ModelShapes, setting: Setting, step: StepMemory, shard: int) -> list[_Moment]:
+    """FSDP2: shards between steps, whole units while they are used."""
+    units = model.unit_bytes()
+    # The buffer that arrives, and the one that a unit's gradients leave in; their shard is counted with the gradients.
+    buffers = 2 * max(units)
+    unreduced = sum(units) if setting.accumulation > 1 else max(units)
+    gathered = _gathered_bytes(model, setting)
+    return [_Moment("forward_backward", shard + unreduced, gathered + buffers, step.repeat)]
+
+
+def _gathered_bytes(model: ModelShapes, setting: Setting) -> int:
+    """Whole parameters that lie beside the shards."""
+    units = model.unit_bytes()
+    if setting.strategy == "zero2":
+        return sum(units)
+    # The unit in use and the one that is fetched meanwhile; the root's stays for the head and its backward.
+    return min(sum(units), units[-1] + 2 * max(units[:-1] or units))
+
+
+def _beside_gradients(setting: Setting, whole: int) -> int:
+    """What DDP holds as large as the gradients: its buckets where they are copies, and what compression still owes."""
+    return (0 if setting.bucket_views else whole) + (whole if setting.residuals else 0)
+
+
+def _optimizer_bytes(model: ModelShapes, setting: Setting, held: int) -> int:
+    """State of the fullest rank; its counters of steps are a block each."""
+    copies = setting.state_copies
+    counters = 0 if setting.optimizer == "sgd" else len(model.shapes) * block(4, setting.device)
+    if setting.strategy == "zero1" and setting.world_size > 1:
+        sizes = [math.prod(shape) for shape in model.shapes]
+        if len(sizes) == 1:
+            elements = -(-sizes[0] // setting.world_size)
+        else:
+            elements = largest_partition(sizes, setting.world_size)
+        return copies * elements * model.element_bytes + counters // setting.world_size
+    return copies * held + counters
