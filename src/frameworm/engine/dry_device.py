@@ -190,8 +190,8 @@ def hidden_workspace(name: str, args: tuple[Any, ...], device: str) -> int:
         chunk = min(tokens, chunk_tokens or choose_chunk(tokens, weight.size(0), element))
         head = 0 if weight.dtype == hidden.dtype else weight.numel() * element
         rows = 0
-        if device == "cpu":  # torch's own operations need the logits in fp32, and their gradient; products too
-            rows = chunk * weight.size(0) * 8
+        if device == "cpu":  # torch's own operations: the gradient of the logits, and the logits themselves in fp32
+            rows = chunk * weight.size(0) * (4 if element == 4 else 8)
         return int(chunk * weight.size(0) * element + head + rows)
     if name in _ATTENTION_BACKWARD:
         query = args[1]

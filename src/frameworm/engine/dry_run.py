@@ -50,10 +50,14 @@ class Ledger(TorchDispatchMode):
         self.phase = "activations"  # what new storages are for
 
     def leave_out(self, tensors: Any) -> None:
-        """Tensors that were there before and are counted elsewhere."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                self._outside.add(tensor.untyped_storage()._cdata)
+        """Tensors that are counted elsewhere; to be called before anything else is counted."""
+        for tensor in _tensors(tensors):
+            key = tensor.untyped_storage()._cdata
+            self._outside.add(key)
+            if key in self._live:
+                self._gone(key)
+        self.peak = dict(self.held)
+        self.peak_beside_gradients = dict(self.held)
 
     @property
     def total(self) -> int:
@@ -98,7 +102,7 @@ class Ledger(TorchDispatchMode):
         self.held[tag] += size
         self._references[key] = weakref.ref(storage, functools.partial(self._gone, key))
 
-    def _gone(self, key: int, _reference: Any) -> None:
+    def _gone(self, key: int, _reference: Any = None) -> None:
         size, tag = self._live.pop(key)
         del self._references[key]
         self.held[tag] -= size

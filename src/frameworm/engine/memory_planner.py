@@ -8,14 +8,14 @@ from typing import Literal, cast
 
 import torch
 
-from frameworm.config.resolve import resolve
+from frameworm.config.resolve import SMALLEST_EVAL_BATCH, resolve
 from frameworm.config.schema import Config
 from frameworm.engine.activations import find_layers
 from frameworm.engine.dry_run import DryRun, shapes_of
 from frameworm.engine.dry_workload import dry_workload
 from frameworm.errors import ConfigError
 from frameworm.hardware.host import memory_total_bytes
-from frameworm.scaling.memory import MemoryReport, largest_micro_batch, ways_to_fit
+from frameworm.scaling.memory import Change, MemoryReport, largest_micro_batch, ways_to_fit
 from frameworm.scaling.memory_model import (
     CHECKPOINTING,
     ActivationProfile,
@@ -87,9 +87,9 @@ class MemoryPlanner:
 
     def profile(self, checkpointing: CheckpointingName) -> ActivationProfile:
         """Dry runs of the config's micro-batch and of one twice as large."""
-        if checkpointing not in self._profiles:
+        known = self._profiles.get(checkpointing)
+        if known is None or len(known.points) < 2:
             size = self.setting.micro_batch
-            self._profiles[checkpointing] = ActivationProfile(())
             for micro_batch in (size, 2 * size):
                 self._run_at(checkpointing, micro_batch)
         return self._profiles[checkpointing]
@@ -127,7 +127,7 @@ class MemoryPlanner:
                 largest_by[mode] = self.largest(kind, memory_bytes, fraction, refinements)
             largest = largest_by[setting.checkpointing]
             if not plan.fits(memory_bytes, fraction):
-                changes = ways_to_fit(setting, memory_bytes, fraction, self.plan, checkpointing=self.checkpointing)
+                changes = self.changes(memory_bytes)
         profile = self.profile(setting.checkpointing)
         return MemoryReport(
             name=self.config.name,
@@ -144,6 +144,17 @@ class MemoryPlanner:
             changes=tuple(changes),
             notes=tuple(self.notes),
         )
+
+    def changes(self, memory_bytes: int, most: int = 3) -> list[Change]:
+        """The cheapest changes that make the config's setting fit; what a straight line promises is run to be sure."""
+        fraction = self.memory_fraction
+
+        def plan_for(setting: Setting) -> MemoryPlan:
+            self._run_at(setting.checkpointing, 1)  # the other end of the line
+            plan = self.estimate(setting)
+            return self.plan(setting) if plan.fits(memory_bytes, fraction) else plan
+
+        return ways_to_fit(self.setting, memory_bytes, fraction, plan_for, most, self.checkpointing)
 
     @property
     def memory_fraction(self) -> float:
@@ -186,7 +197,7 @@ class MemoryPlanner:
         assert isinstance(eval_batch, int)
         if self._asked_eval_batch != "auto":
             return eval_batch
-        return max(micro_batch, eval_batch) if self.config.workload == "text_classifier" else micro_batch
+        return max(micro_batch, SMALLEST_EVAL_BATCH) if self.config.workload == "text_classifier" else micro_batch
 
     def _setting(self, world_size: int) -> Setting:
         config = self.config
