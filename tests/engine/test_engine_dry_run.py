@@ -201,7 +201,7 @@ def test_a_gpus_layer_keeps_what_is_known_of_it() -> None:
         kept.append(DryRun(model, gpt()[1], precision="bf16").step(samples).kept)
     layer = (kept[1] - kept[0]) / 2
     matrices = 2 * (12 * width * width)  # their bf16 copies
-    # Stream, norm and both in bf16 before attention; query, key, value, result; stream, norm, bf16; product, activation.
+    # Stream, norm in bf16; query, key, value; result of attention; stream, norm in bf16; product; activation.
     by_hand = (4 + 2) + 6 + 2 + (4 + 2) + 8 + 8
     assert layer == pytest.approx(matrices + samples * tokens * width * by_hand, rel=0.05)
 
