@@ -16,14 +16,13 @@ from frameworm.scaling.memory_model import (
     LIBRARY_BYTES,
     ActivationProfile,
     MemoryPlan,
-    ModelShapes,
     Peak,
     Setting,
     StepMemory,
     capacity,
-    largest_partition,
     plan_step,
 )
+from frameworm.scaling.memory_shapes import ModelShapes, largest_partition
 
 GB = 1e9
 MODEL = ModelShapes((((1000, 100), (100,)), ((1000, 100), (100,)), ((5000, 100),)), fixed_bytes=4096)

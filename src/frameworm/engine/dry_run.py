@@ -27,7 +27,8 @@ from frameworm.engine import activations
 from frameworm.engine.dry_device import hidden_workspace, pretended_device, replaced
 from frameworm.engine.loss import LossFunction
 from frameworm.errors import ConfigError, ModelError
-from frameworm.scaling.memory_model import CheckpointingName, ModelShapes, Peak, StepMemory, block
+from frameworm.scaling.memory_model import CheckpointingName, Peak, StepMemory
+from frameworm.scaling.memory_shapes import ModelShapes, block
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS = ("activations", "weight_copies", "loss", "workspace", "gradients")

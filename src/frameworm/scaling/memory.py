@@ -11,7 +11,6 @@ from frameworm.scaling.memory_model import (
     CHECKPOINTING,
     CheckpointingName,
     MemoryPlan,
-    ModelShapes,
     Peak,
     Setting,
     StepMemory,
@@ -19,6 +18,7 @@ from frameworm.scaling.memory_model import (
     capacity,
     plan_step,
 )
+from frameworm.scaling.memory_shapes import ModelShapes
 
 LARGEST_MICRO_BATCH = 2**20
 SHARDED: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3")

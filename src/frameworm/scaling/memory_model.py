@@ -8,86 +8,23 @@ that needs most, so they add up to what the allocator will have handed out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Shape = tuple[int, ...]
+from frameworm.scaling.memory_shapes import ModelShapes, block, largest_partition
+
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3"]
 CheckpointingName = Literal["off", "selective", "full"]
 STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
 CHECKPOINTING: tuple[CheckpointingName, ...] = ("off", "selective", "full")
 
 MIB = 2**20
-BLOCK_BYTES = {"cuda": 512, "cpu": 1}  # what an allocation is rounded up to
 # cuBLAS takes its working space from torch's allocator: one for the thread of forward, one for that of backward.
 LIBRARY_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 # Outside of torch's count: the driver's context, kernels, communication libraries.
 CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 0}
 # Blocks that are free but too small for what is asked next, as a share of what comes and goes within a step.
 FRAGMENTATION = {"cuda": 0.05, "cpu": 0.0}
-
-
-@dataclass(frozen=True)
-class ModelShapes:
-    """The tensors of a model, as far as their sizes matter.
-
-    Attributes:
-        units: Shapes of the trainable parameters, by the unit that FSDP gathers at once: the layers, then all else.
-            A shared parameter is there once.
-        fixed_bytes: Frozen parameters and buffers, whole on every device under every strategy.
-        element_bytes: Of a parameter.
-    """
-
-    units: tuple[tuple[Shape, ...], ...]
-    fixed_bytes: int = 0
-    element_bytes: int = 4
-
-    @classmethod
-    def of_count(cls, parameters: int, element_bytes: int = 4) -> ModelShapes:
-        """A model of which only the number of parameters is known; taken to divide evenly."""
-        return cls((((parameters,),),), 0, element_bytes)
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """All of them, in order."""
-        return [shape for unit in self.units for shape in unit]
-
-    @property
-    def parameters(self) -> int:
-        """Number of trainable parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    def whole_bytes(self, device: str) -> int:
-        """One copy of the trainable parameters."""
-        return sum(block(math.prod(shape) * self.element_bytes, device) for shape in self.shapes)
-
-    def shard_bytes(self, world_size: int, device: str) -> int:
-        """The first rank's part where every parameter is cut along its first dimension."""
-        total = 0
-        for shape in self.shapes:
-            rows = shape[0] if shape else 1
-            total += block(-(-rows // world_size) * math.prod(shape[1:]) * self.element_bytes, device)
-        return total
-
-    def unit_bytes(self) -> list[int]:
-        """Size of each unit when gathered."""
-        return [sum(math.prod(shape) for shape in unit) * self.element_bytes for unit in self.units]
-
-
-def block(size_bytes: int, device: str) -> int:
-    """What the allocator counts for a tensor of that size."""
-    unit = BLOCK_BYTES[device]
-    return -(-size_bytes // unit) * unit
-
-
-def largest_partition(sizes: Sequence[int], world_size: int) -> int:
-    """Elements on the fullest rank when whole tensors are dealt out, largest first, always to the emptiest rank."""
-    loads = [0] * world_size
-    for size in sorted(sizes, reverse=True):
-        emptiest = loads.index(min(loads))
-        loads[emptiest] += size
-    return max(loads)
 
 
 @dataclass(frozen=True)
