@@ -39,6 +39,7 @@ def test_savings_as_json(here: CommandLine) -> None:
     assert data["fits"]["fp32"] == {"ddp": False, "zero1": True, "zero2": True, "zero3": True}
 
 
+@pytest.mark.slow
 def test_a_shipped_config_without_its_data(here: CommandLine) -> None:
     ended = here("memory", "--config", CONFIGS / "gpt2_124m.yaml", "--gpus", "4", "--memory", "80GB", *SMALL)
     assert ended.code == 0, ended.stderr
@@ -49,6 +50,7 @@ def test_a_shipped_config_without_its_data(here: CommandLine) -> None:
     assert list(here.folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would(here: CommandLine) -> None:
     arguments = ("--config", CONFIGS / "gpt2_124m.yaml", "--memory", "1.5GiB", *SMALL)
     bad = here("memory", *arguments, "--set", "training.micro_batch=32", "--json")
@@ -64,6 +66,7 @@ def test_what_does_not_fit_says_what_would(here: CommandLine) -> None:
     assert json.loads(good.stdout)["plan"]["total"] == change["plan"]["total"]
 
 
+@pytest.mark.slow
 def test_the_machine_is_asked_for_its_memory(here: CommandLine) -> None:
     ended = here("memory", "--config", CONFIGS / "quickstart.yaml")
     assert ended.code == 0, ended.stderr
