@@ -207,7 +207,7 @@ def ways_to_fit(
     found: dict[tuple[str, ...], Change] = {}
     for candidate in _candidates(setting, checkpointing):
         kind = tuple(name for name in _CHANGED if getattr(candidate, name) != getattr(setting, name))
-        if kind in found:
+        if any(set(earlier) <= set(kind) for earlier in found):
             continue  # the one before changes less
         plan = plan_for(candidate)
         if plan.fits(memory_bytes, memory_fraction):
