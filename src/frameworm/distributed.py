@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.trainer import DDPTrainer, DistributedTrainer
@@ -18,6 +21,9 @@ from frameworm.tune.helpers import (
     profile_memory_usage,
 )
 
+if TYPE_CHECKING:
+    from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer
+
 __all__ = [
     "BottleneckAnalyzer",
     "CompressedDDP",
@@ -28,6 +34,7 @@ __all__ = [
     "OptimizedDataLoader",
     "PerformanceMonitor",
     "PerformanceProfiler",
+    "ZeROStage1Optimizer",
     "benchmark_training_step",
     "calculate_zero_savings",
     "cleanup",
@@ -36,3 +43,12 @@ __all__ = [
     "profile_memory_usage",
     "setup_ddp",
 ]
+
+# Loaded when first asked for: torch takes a while to import its part of it.
+_HOMES = {"ZeROStage1Optimizer": "frameworm.parallel.zero_optimizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'frameworm.distributed' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

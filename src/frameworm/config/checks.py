@@ -20,15 +20,14 @@ class NotYet(NamedTuple):
     instead: str
 
 
-NOT_YET: dict[str, NotYet] = {
-    "parallel.strategy": NotYet(("zero1", "zero2", "zero3"), "ddp"),
-}
+NOT_YET: dict[str, NotYet] = {}
 
 DATASETS = ("generated", "ag_news", "imdb", "text")
 HUB_PREFIX = "hf:"
 WHERE_DATA = {"ag_news": "the AG News csv files", "imdb": "the IMDB csv files or aclImdb", "text": "UTF-8 text files"}
 NO_COMPRESSION = ("single", "dp", "zero2", "zero3")
 NO_BUCKETS = ("dp", "zero2", "zero3")
+SHARDED = ("zero2", "zero3")
 BUCKET_SETTINGS = ("bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph")
 
 
@@ -51,6 +50,13 @@ def check(config: Config) -> None:
         raise make_error(problems, config._origins)
 
 
+def check_sharding(config: Config) -> None:
+    """As `check`, for what strategies zero1 to zero3 rule out; the Python API asks this much."""
+    problems = list(_sharding(config))
+    if problems:
+        raise make_error(problems, config._origins)
+
+
 def find_problems(config: Config) -> list[Problem]:
     """All impossible combinations and values that are not there yet; at most one problem per key."""
     found: dict[KeyPath, Problem] = {}
@@ -59,6 +65,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_batching(config),
         *_device(config),
         *_parallel(config),
+        *_sharding(config),
         *_memory(config),
         *_not_yet(config),
     ):
@@ -152,6 +159,34 @@ def _parallel(config: Config) -> Iterator[Problem]:
         if parallel.check_replicas is not None and parallel.check_replicas % parallel.sync_every:
             text = f"models agree only every {parallel.sync_every} steps (sync_every); use a multiple of that"
             yield Problem((key("parallel.check_replicas"), key("parallel.sync_every")), text)
+
+
+def _sharding(config: Config) -> Iterator[Problem]:
+    parallel, gpu, strategy = config.parallel, config.gpu, config.parallel.strategy
+    where = key("parallel.strategy")
+    if parallel.offload_optimizer and strategy not in SHARDED:
+        text = f"true keeps what zero2 and zero3 divide in host memory and strategy is {strategy}; use zero2 or zero3"
+        yield Problem((key("parallel.offload_optimizer"), where), text)
+    elif parallel.offload_optimizer and gpu.device == "cpu":
+        text = "true frees a GPU's memory and gpu.device is cpu; leave it out"
+        yield Problem((key("parallel.offload_optimizer"), key("gpu.device")), text)
+    elif parallel.offload_optimizer and gpu.mixed_precision == "fp16":
+        text = "the loss scale of fp16 lives on the GPU and gradients would not; use bf16"
+        yield Problem((key("parallel.offload_optimizer"), key("gpu.mixed_precision")), text)
+    if gpu.capture == "step" and strategy.startswith("zero"):
+        text = f"step records one device's work and strategy {strategy} works on several; use off or auto"
+        yield Problem((key("gpu.capture"), where), text)
+    if strategy not in SHARDED:
+        return
+    if gpu.compile_model:
+        text = f"a compiled model cannot be divided by strategy {strategy}; leave it out, or use zero1"
+        yield Problem((key("gpu.compile_model"), where), text)
+    if gpu.channels_last is True:
+        text = f"strategy {strategy} lays parameters out by itself; leave it out, or use zero1"
+        yield Problem((key("gpu.channels_last"), where), text)
+    if parallel.check_replicas is not None:
+        text = f"under strategy {strategy} no two ranks hold the same; leave it out"
+        yield Problem((key("parallel.check_replicas"), where), text)
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -15,7 +15,14 @@ class ParallelConfig(Section):
     """How one model runs on many devices."""
 
     strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3"] = Field(
-        default="auto", description="auto: single with one process, ddp with several."
+        default="auto",
+        description="auto: single with one process, ddp with several. zero1 divides the optimizer's state among the "
+        "ranks, zero2 and zero3 gradients and parameters too; zero3 gathers one layer at a time.",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="With zero2 or zero3: keep each rank's part of parameters, gradients and optimizer state in host "
+        "memory and update there; slower, and the GPU has room for activations only.",
     )
     backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPU.")
     compression: Annotated[Literal["off", "auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"], OffWord] = Field(

@@ -28,6 +28,7 @@ class Precision:
         if name == "bf16" and not supports_bf16(device):
             raise DeviceError(f"{device} has no bf16; set gpu.mixed_precision=fp16 or auto")
         self.name = name
+        self.dtype = _DTYPES.get(name)
         self.autocast: AbstractContextManager[Any] = contextlib.nullcontext()
         self.scaler: torch.amp.GradScaler | None = None
         if name != "off":

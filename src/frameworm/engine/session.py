@@ -92,12 +92,14 @@ class TrainingSession:
         self._rank = job.strategy.rank
         self._world_size = job.strategy.world_size
         config = job.config
+        apply_checkpointing(job.model, config.memory)
         wrapped = job.strategy.place(job.model)
         job.strategy.scale_losses_by(job.precision.loss_scale)
         recorder, capture_note = make_recorder(config.gpu.capture, job.strategy)
-        apply_checkpointing(job.model, config.memory)
-        if wants_channels_last(config.gpu.channels_last, job.model, job.precision, job.strategy.device):
+        layout = False if job.strategy.shards_parameters else config.gpu.channels_last
+        if wants_channels_last(layout, job.model, job.precision, job.strategy.device):
             job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        job.optimizer = job.strategy.shard_optimizer(job.optimizer)
         self._compiler = Compiler(config.gpu, captured=recorder is not None)
         self._compiler.apply(job.model)
         training = config.training
@@ -109,7 +111,7 @@ class TrainingSession:
         schedule = job.make_schedule(total)
         self._loss_function = LossFunction(job.model, job.loss_fn)
         update = Update(
-            job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, job.strategy.device
+            job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, strategy=job.strategy
         )
         self._windows = Windows(config.observe, job.strategy.device, self._rank, total)
         # Somebody else's listener may count on hearing of a step before the next one begins.

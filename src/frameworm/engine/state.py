@@ -54,9 +54,9 @@ class TrainingState:
             **copies,
         }
         ranks = gather_objects(own)
-        tensors = None
-        if ranks is not None:
-            tensors = snapshot({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        tensors = self.strategy.full_state(self.model, self.optimizer)
+        if tensors is not None and not self.strategy.shards_parameters:
+            tensors = snapshot(tensors)
         if copies:
             self.model.load_state_dict(copies["model"])  # to save is not to meet
         if ranks is None or tensors is None:
@@ -84,9 +84,9 @@ class TrainingState:
             CheckpointError: The snapshot is of another model or optimizer.
         """
         check_same_model(saved["model"], self.model, where)
-        self.model.load_state_dict(saved["model"])
+        self.strategy.load_model_state(self.model, saved["model"])
         try:
-            self.optimizer.load_state_dict(saved["optimizer"])
+            self.strategy.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
         self.schedule.load_state_dict(saved["schedule"])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from frameworm.config.checks import check_sharding
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.prefetch import CudaDataLoader
@@ -33,6 +34,7 @@ from frameworm.records.events import Listener
 from frameworm.records.schema import Batch, RunRecord
 
 log = logging.getLogger("frameworm")
+GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these talk to a process group, also with one process
 
 
 class Trainer:
@@ -144,6 +146,7 @@ class Trainer:
 
     def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:
         config = self._config
+        check_sharding(config)
         gpu, training = config.gpu, config.training
         rank, world_size = process.rank, process.world_size
         device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
@@ -160,7 +163,16 @@ class Trainer:
                 torch.cuda.set_per_process_memory_fraction(gpu.memory_fraction, device)
         if self._seed is not None:
             seed_everything(self._seed, rank)
-        strategy = choose_strategy(config.parallel, device, rank=rank, world_size=world_size, device_ids=gpu.device_ids)
+        precision = Precision(gpu.mixed_precision, device)
+        strategy = choose_strategy(
+            config.parallel,
+            device,
+            rank=rank,
+            world_size=world_size,
+            device_ids=gpu.device_ids,
+            dtype=precision.dtype,
+        )
+        strategy.check_optimizer(self.optimizer)
         accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
         loader, note = _adopt(train_loader, process, accumulation, config.seed, evaluation=False)
         validation, val_note = None, None
@@ -171,7 +183,6 @@ class Trainer:
         global_batch = training.global_batch
         if global_batch is None and micro is not None:
             global_batch = micro * accumulation * world_size
-        precision = Precision(gpu.mixed_precision, device)
         show = config.observe.progress
         return Job(
             config=config,
@@ -219,7 +230,7 @@ class Trainer:
         if dist.is_initialized():
             return setup_ddp(timeout_s=self._config.parallel.timeout_s)
         process = detect()
-        if process.world_size > 1 or self._config.parallel.strategy == "ddp":
+        if process.world_size > 1 or self._config.parallel.strategy in GROUP_STRATEGIES:
             return setup_ddp(backend=self._backend(), timeout_s=self._config.parallel.timeout_s)
         return process
 

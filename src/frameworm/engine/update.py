@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from frameworm.engine.adamw_kernel import FusedUpdate
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule
+from frameworm.parallel.strategy import Strategy
 
 
 def accepts_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -28,7 +29,8 @@ class Update:
         schedule: AnySchedule,
         precision: Precision,
         clip_norm: float | None,
-        device: torch.device,
+        device: torch.device | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
@@ -36,7 +38,10 @@ class Update:
         self._scaler = precision.scaler
         self._clip_norm = clip_norm
         self._skips_on_device = accepts_found_inf(optimizer)
-        self._on_cpu = device.type == "cpu"
+        assert device is not None or strategy is not None
+        where = strategy.update_device if strategy is not None else device
+        self._on_cpu = where is not None and where.type == "cpu"
+        self._sharded_by = strategy if strategy is not None and strategy.shards_parameters else None
         # torch's own way of clearing records a profiler range at every call, which costs more than the clearing.
         own = getattr(optimizer.zero_grad, "__func__", None)
         self._clears_itself = own is not torch.optim.Optimizer.zero_grad
@@ -84,12 +89,12 @@ class Update:
         self.grad_norm = self.skipped = None
         if scaler is not None:
             scaler.unscale_(optimizer)
-        if factor is not None:
-            torch._foreach_mul_([item.grad for item in self._parameters if item.grad is not None], factor)
-        if self._clip_norm is not None:
-            gradients = [item.grad for item in self._parameters if item.grad is not None]
-            self.grad_norm = get_total_norm(gradients)
-            clip_grads_with_norm_(self._parameters, self._clip_norm, self.grad_norm)
+        if factor is not None or self._clip_norm is not None:
+            if self._sharded_by is None:
+                gradients = [item.grad for item in self._parameters if item.grad is not None]
+            else:
+                gradients = self._sharded_by.own_gradients(self._parameters)
+            self._weigh_and_clip(gradients, factor)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
             scaler.step(optimizer)
@@ -99,6 +104,18 @@ class Update:
         else:
             self._step_unless_bad(self.grad_norm)
         self.clear()
+
+    def _weigh_and_clip(self, gradients: list[torch.Tensor], factor: torch.Tensor | None) -> None:
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor if not self._on_cpu else factor.to("cpu"))
+        if self._clip_norm is None:
+            return
+        self.grad_norm = get_total_norm(gradients)
+        if self._sharded_by is None:
+            clip_grads_with_norm_(self._parameters, self._clip_norm, self.grad_norm)
+            return
+        self.grad_norm = self._sharded_by.norm_over_ranks(self.grad_norm)
+        torch._foreach_mul_(gradients, (self._clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -12,9 +12,18 @@ from frameworm.parallel.strategy import Strategy
 
 
 def choose_strategy(
-    settings: ParallelConfig, device: torch.device, *, rank: int, world_size: int, device_ids: list[int] | None = None
+    settings: ParallelConfig,
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    device_ids: list[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Strategy:
     """Build the strategy the settings name; `auto` is `single` with one process and `ddp` with several.
+
+    Args:
+        dtype: What the model computes in under mixed precision.
 
     Raises:
         ConfigError: The strategy does not fit the number of processes.
@@ -32,4 +41,9 @@ def choose_strategy(
         return AveragingStrategy(device, rank, world_size, settings.sync_every, settings.check_replicas)
     if name == "ddp":
         return DDPStrategy(device, rank, world_size, settings)
-    raise ConfigError(f"parallel.strategy: {name} is not in this version; use single, dp or ddp")
+    # To import torch's sharding takes a second, which other strategies need not wait for.
+    from frameworm.parallel.sharded import ShardedStrategy, ZeRO1Strategy
+
+    if name == "zero1":
+        return ZeRO1Strategy(device, rank, world_size, settings)
+    return ShardedStrategy(device, rank, world_size, settings, dtype)

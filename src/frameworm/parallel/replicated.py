@@ -37,7 +37,7 @@ class DDPStrategy(Strategy):
         super().__init__(device, rank, world_size)
         if not dist.is_initialized():
             raise EnvironmentSetupError(
-                "strategy ddp needs a process group: start with `frameworm train --distributed` or torchrun, "
+                f"strategy {self.name} needs a process group: start with `frameworm train --distributed` or torchrun, "
                 "or call setup_ddp(rank, world_size) first"
             )
         self._settings = settings

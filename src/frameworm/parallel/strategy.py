@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frameworm.errors import ModelError
+from frameworm.parallel.named_state import names_in_groups, to_names, to_numbers
 from frameworm.records.observations import Compression
 
 # From a state and a bucket of gradients to the future of what the ranks make of it: a communication hook of DDP.
@@ -23,6 +24,7 @@ class Strategy:
     name = "single"
     acts_after_steps = False  # whether `after_step` does anything
     keeps_own_copy = False  # whether model and optimizer differ from rank to rank between meetings
+    shards_parameters = False  # whether a rank holds parts of parameters, and calling the model is a collective
 
     def __init__(self, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
         self.device = device
@@ -33,6 +35,18 @@ class Strategy:
         """Put the model on the device and return the module the step calls; refuse what cannot be trained this way."""
         check_trainable(model)
         return model.to(self.device)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that this strategy cannot take, before anything has moved."""
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to use; called once, after `place` and before anything reads its parameters."""
+        return optimizer
+
+    @property
+    def update_device(self) -> torch.device:
+        """Where parameters are updated."""
+        return self.device
 
     @property
     def note(self) -> str | None:
@@ -80,6 +94,40 @@ class Strategy:
 
     def close(self) -> None:
         """The training is over."""
+
+    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """`model` and `optimizer` as one process would hold them, by parameter names: on rank 0, None on the others.
+
+        All ranks must call it. Tensors may be those that train.
+        """
+        if self.rank != 0:
+            return None
+        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        return {"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)}
+
+    def load_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Continue with the model of a `full_state`."""
+        model.load_state_dict(state)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Continue with the optimizer of a `full_state`, or with torch's own state dict of one.
+
+        Raises:
+            ValueError: It is of another optimizer.
+        """
+        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        optimizer.load_state_dict(to_numbers(saved, names))
+
+    def own_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        """What this rank holds of the gradients that are there; changing it changes them."""
+        return [item.grad for item in parameters if item.grad is not None]
+
+    def norm_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of whole gradients from the norm of what this rank holds of them."""
+        return norm
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        """Forward passes without backward are over."""
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks, on the device, without making the host wait on a GPU."""

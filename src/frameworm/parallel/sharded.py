@@ -1,0 +1,309 @@
+"""A model's state divided among the ranks: `zero1` (optimizer state), `zero2` and `zero3` (gradients, parameters too).
+
+`zero1` is DDP with torch's `ZeroRedundancyOptimizer`. The others are torch's `fully_shard`, layer by layer: between
+steps a rank holds its part of everything; `zero2` gathers the parameters once per step, `zero3` a layer at a time,
+once forward and once backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from frameworm.config.schema import ParallelConfig
+from frameworm.errors import EnvironmentSetupError, ModelError, StateError
+from frameworm.parallel.named_state import holds_state, names_in_groups, to_names, to_numbers
+from frameworm.parallel.replicated import DDPStrategy, gradient_bytes
+from frameworm.parallel.shards import gathered, own_part, shard_of
+from frameworm.parallel.strategy import Strategy, check_trainable
+from frameworm.parallel.units import check_shardable, find_units
+from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer, rebuild_sharded
+
+
+class ZeRO1Strategy(DDPStrategy):
+    """DDP in which every rank keeps the optimizer's state of its share of the parameters, and updates only that."""
+
+    name = "zero1"
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        _refuse_state(optimizer, self.name)
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return rebuild_sharded(optimizer)
+
+    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        assert isinstance(optimizer, ZeROStage1Optimizer)
+        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        by_parameter = {
+            parameter: name
+            for group, its_names in zip(optimizer.param_groups, names, strict=True)
+            for parameter, name in zip(group["params"], its_names, strict=True)
+        }
+        own = {by_parameter[parameter]: state for parameter, state in optimizer.optim.state.items() if state}
+        state = _collect(own, self.device)
+        if state is None:
+            return None
+        groups = [{**group, "params": list(its)} for group, its in zip(optimizer.param_groups, names, strict=True)]
+        return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+
+    def communicated_bytes(self, model: nn.Module) -> int | None:
+        gradients = super().communicated_bytes(model)
+        return gradients + gradient_bytes(model) if gradients else gradients
+
+
+class ShardedStrategy(Strategy):
+    """`zero2` and `zero3`.
+
+    Args:
+        settings: The section `parallel`; its `strategy` says which of the two.
+        dtype: What layers compute in, None for their own numbers. Their parameters are gathered in that type and their
+            gradients reduced in float32; what lies outside of all layers is left to autocast.
+    """
+
+    acts_after_steps = True
+    shards_parameters = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        settings: ParallelConfig,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(device, rank, world_size)
+        self.name = settings.strategy
+        if not dist.is_initialized():
+            raise EnvironmentSetupError(
+                f"strategy {self.name} needs a process group: start with `frameworm train --distributed` or torchrun, "
+                "or call setup_ddp(rank, world_size) first"
+            )
+        self._reshards = settings.strategy == "zero3"
+        self._offloads = settings.offload_optimizer
+        self._dtype = dtype
+        self._root: FSDPModule | None = None
+        self._before: list[tuple[str, nn.Parameter]] = []
+        self._held = 0
+        self._passes = 1
+        self._has_buffers = False
+        self._layer_bytes = self._other_bytes = 0
+
+    @property
+    def update_device(self) -> torch.device:
+        return torch.device("cpu") if self._offloads else self.device
+
+    def place(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            raise ModelError("the model is sharded already, by an earlier training; build it anew and resume that run")
+        check_trainable(model)
+        check_shardable(model, self.name)
+        self._before = list(model.named_parameters())
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._offloads else OffloadPolicy()
+        in_type = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        layers = MixedPrecisionPolicy() if self._dtype is None else in_type
+        for unit in find_units(model):
+            self._layer_bytes += self._shard(
+                unit, mesh=mesh, reshard_after_forward=self._reshards, mp_policy=layers, offload_policy=offload
+            )
+        # Backward begins where forward ends: what lies outside of all layers is not worth freeing in between.
+        self._other_bytes = self._shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+        assert isinstance(model, FSDPModule)
+        self._root = model
+        self._has_buffers = any(True for _ in model.buffers())
+        self.sync_buffers(model)
+        return model
+
+    def _shard(self, unit: nn.Module, **how: Any) -> int:
+        """Divide what is still whole in a module; returns the bytes of it that a gathering sends."""
+        parameters = [item for item in unit.parameters() if not isinstance(item, DTensor)]
+        for parameter in parameters:
+            # As DDP does it, rank 0's values are everybody's. One layer at a time: the device need not hold all.
+            parameter.data = parameter.data.to(self.device).contiguous()
+            dist.broadcast(parameter.data, src=0)
+        policy: MixedPrecisionPolicy = how.get("mp_policy", MixedPrecisionPolicy())
+        sent = sum(
+            item.numel() * (policy.param_dtype.itemsize if policy.param_dtype else item.element_size())
+            for item in parameters
+        )
+        fully_shard(unit, **how)
+        for parameter in parameters:
+            parameter.data = parameter.data.new_empty(0)  # whoever built the optimizer still holds the old ones
+        return sent
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        _refuse_state(optimizer, self.name)
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        assert isinstance(self._root, nn.Module)
+        sharded = dict(self._root.named_parameters())
+        names = {id(parameter): name for name, parameter in self._before}
+        fresh = to_names(optimizer.state_dict(), names_in_groups(self._before, optimizer.param_groups))
+        # The same object with other parameters: schedulers and whoever else holds it go on.
+        for group in optimizer.param_groups:
+            group["params"] = [sharded[names[id(item)]] if id(item) in names else item for item in group["params"]]
+        optimizer.state.clear()
+        self._before = []
+        if fresh["state"]:
+            self.load_optimizer_state(self._root, optimizer, fresh)
+        return optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._without_reduction()
+
+    @contextlib.contextmanager
+    def _without_reduction(self) -> Iterator[None]:
+        assert self._root is not None
+        self._held += 1
+        self._expect_reduction(False)
+        try:
+            yield
+        finally:
+            self._expect_reduction(True)
+
+    def _expect_reduction(self, expected: bool) -> None:
+        assert self._root is not None
+        self._root.set_requires_gradient_sync(expected)
+        self._root.set_is_last_backward(expected)
+        if not self._reshards:
+            self._root.set_reshard_after_backward(expected)
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        self._passes, self._held = self._held + 1, 0
+        if self._has_buffers and self.world_size > 1:
+            self.sync_buffers(model)
+            return True
+        return False
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def own_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        return [own_part(item.grad) for item in parameters if item.grad is not None]
+
+    def norm_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+        total = norm.to(self.device, torch.float64).square()
+        dist.all_reduce(total)
+        return total.sqrt().to(norm.device, norm.dtype)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> None:
+        dist.all_reduce(value)
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        whole = {"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)}
+        state: dict[str, Any] = gathered(whole, self.device, keep=self.rank == 0)
+        return state if self.rank == 0 else None
+
+    def load_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+        own = model.state_dict()
+        model.load_state_dict(
+            {
+                name: shard_of(value, own[name]) if isinstance(own.get(name), DTensor) else value
+                for name, value in state.items()
+            }
+        )
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        groups = optimizer.param_groups
+        numbered = to_numbers(saved, names_in_groups(model.named_parameters(), groups))
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        state = {
+            number: {key: _divided(key, value, parameters[number]) for key, value in values.items()}
+            for number, values in numbered["state"].items()
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": numbered["param_groups"]})
+
+    def explain(self, error: RuntimeError) -> Exception:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return ModelError(
+                f"a parameter was used while it is divided among the ranks: under {self.name} call the model, and its "
+                "layers as layer(x), instead of using their parts or weights from outside; or use zero1"
+            )
+        return error
+
+    def communicated_bytes(self, model: nn.Module) -> int | None:
+        if self.world_size == 1:
+            return 0
+        gatherings = self._layer_bytes + self._other_bytes
+        if self._reshards:
+            gatherings = self._passes * (2 * self._layer_bytes + self._other_bytes)
+        return gatherings + gradient_bytes(model)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    if holds_state(optimizer):
+        raise StateError(
+            f"the optimizer has taken steps already, and strategy {strategy} divides an optimizer before its first; "
+            "pass a new one (to go on with a run, resume it: the checkpoint holds the optimizer's state)"
+        )
+
+
+def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:
+    """One entry of a parameter's state as this rank holds it."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(f"its {key} has shape {tuple(value.shape)}, which cannot be divided as the parameter is")
+    return shard_of(value, parameter)
+
+
+def _collect(own: dict[str, dict[str, Any]], device: torch.device) -> dict[str, Any] | None:
+    """The states of all ranks in host memory, on rank 0; None on the others. Tensors travel one at a time."""
+    # Gloo sends from host memory only.
+    through = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    is_large = {(name, key) for name, state in own.items() for key, item in state.items() if _is_large(item)}
+    outline = {
+        name: {key: (tuple(item.shape), item.dtype) if (name, key) in is_large else item for key, item in state.items()}
+        for name, state in own.items()
+    }
+    outlines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outlines, (_on_host(outline), is_large))
+    if dist.get_rank() != 0:
+        for name, key in sorted(is_large):
+            dist.send(own[name][key].detach().to(through).contiguous(), dst=0)
+        return None
+    found: dict[str, Any] = {}
+    for source, (states, large) in enumerate(outlines):
+        found.update(states)
+        for name, key in sorted(large):
+            if source == 0:
+                found[name][key] = own[name][key].detach().to("cpu", copy=True)
+                continue
+            shape, dtype = found[name][key]
+            received = torch.empty(shape, dtype=dtype, device=through)
+            dist.recv(received, src=source)
+            found[name][key] = received.to("cpu")
+    return found
+
+
+def _is_large(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.numel() > 1
+
+
+def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: item.detach().cpu() if isinstance(item, torch.Tensor) else item for key, item in state.items()}
+        for name, state in states.items()
+    }

@@ -1,0 +1,110 @@
+"""ZeRO stage 1: every rank keeps the optimizer's state of its share of the parameters only."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from frameworm.errors import ModelError
+
+with warnings.catch_warnings():
+    # torch warns about what it itself does when this is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_SCALER_FLAGS = ("grad_scale", "found_inf")
+
+
+class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
+    """An optimizer whose state is divided among the ranks, parameter by parameter.
+
+    Each rank updates its share and sends it to the others. It is torch's `ZeroRedundancyOptimizer`; beyond that it
+    leaves out steps with bad gradients on the device where the inner optimizer can, and loads states on to the device
+    where the inner optimizer wants them.
+
+    Args:
+        params: Parameters, or groups of them; the same on every rank, in the same order.
+        optimizer_class: What updates the parameters.
+        parameters_as_bucket_view: Keep each rank's share in one piece of memory, which is sent at once.
+        **settings: Arguments of the inner optimizer, such as `lr`.
+
+    Example:
+        >>> optimizer = ZeROStage1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
+        parameters_as_bucket_view: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            params, optimizer_class, parameters_as_bucket_view=parameters_as_bucket_view, **settings
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's loss scaler and by the engine."""
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+
+    def step(self, closure: Callable[[], float] | None = None, **more: Any) -> float | None:
+        """Update this rank's share, then bring every rank what the others updated."""
+        given = [name for name in _SCALER_FLAGS if hasattr(self, name)]
+        for name in given:
+            setattr(self.optim, name, getattr(self, name))
+        try:
+            result: float | None = super().step(closure, **more)
+            return result
+        finally:
+            for name in given:
+                delattr(self.optim, name)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's share of a whole state, as `state_dict` gives it after `consolidate_state_dict`."""
+        # torch would put step counts on the host, where fused optimizers do not look for them, and give the groups
+        # new dicts, which schedulers do not see.
+        numbers: dict[torch.Tensor, int] = {}
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            numbers.update(zip(group["params"], saved["params"], strict=True))
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        count = 0
+        for own, group in zip(self.optim.param_groups, self.param_groups, strict=True):
+            places = list(range(count, count + len(own["params"])))
+            count += len(places)
+            for place, parameter in zip(places, own["params"]):
+                if numbers[parameter] in state_dict["state"]:
+                    state[place] = state_dict["state"][numbers[parameter]]
+            groups.append({**group, "params": places})
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+
+
+def rebuild_sharded(optimizer: torch.optim.Optimizer) -> ZeROStage1Optimizer:
+    """The same kind of optimizer over the same groups, with its state divided among the ranks.
+
+    The groups are shared: whoever sets a learning rate in the given one sets it in the new one.
+
+    Raises:
+        ModelError: The parameters are of several types.
+    """
+    kind = type(optimizer)
+    names = inspect.signature(kind.__init__).parameters
+    open_ended = any(item.kind is item.VAR_KEYWORD for item in names.values())
+    settings = {name: value for name, value in optimizer.defaults.items() if open_ended or name in names}
+    groups = optimizer.param_groups
+    # torch lays the parameters end to end, which would undo any other order of their values in memory.
+    as_views = all(parameter.is_contiguous() for group in groups for parameter in group["params"])
+    try:
+        rebuilt = ZeROStage1Optimizer(groups, kind, parameters_as_bucket_view=as_views, **settings)
+    except ValueError as error:
+        raise ModelError(f"strategy zero1 cannot divide this optimizer's state: {error}; use ddp") from None
+    optimizer.state.clear()
+    # A scheduler of torch's watches the given one, whose step() nobody will call.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return rebuilt
