@@ -104,7 +104,9 @@ SETTINGS = [
         ["batch_size 8 contradicts micro_batch 4"],
         id="two-batches",
     ),
-    pytest.param(["parallel.strategy=zero3"], ["parallel.strategy", "not in this version", "use ddp"], id="zero3"),
+    pytest.param(
+        ["parallel.strategy=zero3", "gpu.compile_model=true"], ["gpu.compile_model", "zero3", "use zero1"], id="zero3"
+    ),
     pytest.param(["parallel.compression=int8"], ["parallel.compression", "not in this version"], id="compression"),
     pytest.param(["parallel.backend=nccl"], ["parallel.backend", "gloo or auto"], id="nccl-on-cpu"),
     pytest.param(["gpu.device=cuda"], ["gpu.device", "cuda", "cpu or auto"], id="no-gpu", marks=NO_GPU),
@@ -128,8 +130,8 @@ def test_every_problem_has_a_line_of_its_own(refusal: Refusal) -> None:
     settings = _set("training.epochs=0", "parallel.strategy=zero3", "parallel.compression=fp16")
     message = refusal.of("--config", QUICKSTART, *settings[:2], *_set("training.bogus=1"), lines=2)
     assert_says(message, ["training.epochs", "training.bogus"])
-    message = refusal.of("--config", QUICKSTART, *settings[2:], lines=2)
-    assert_says(message, ["compression fp16 cannot be combined with strategy zero3", "zero3 is not in this version"])
+    message = refusal.of("--config", QUICKSTART, *settings[2:], *_set("parallel.check_replicas=4"), lines=2)
+    assert_says(message, ["compression fp16 cannot be combined with strategy zero3", "under strategy zero3 no two"])
 
 
 def _set(*settings: str) -> list[str]:

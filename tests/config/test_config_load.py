@@ -213,8 +213,33 @@ BAD_FILES = [
         "parallel: {sync_every: 4, check_replicas: 6}\n",
         "x.yaml:1: parallel.check_replicas: models agree only every 4 steps (sync_every); use a multiple of that",
     ),
-    # not in this version
-    ("parallel: {strategy: zero1}\n", "x.yaml:1: parallel.strategy: zero1 is not in this version yet; use ddp"),
+    # sharding
+    (
+        "gpu: {compile_model: true}\nparallel: {strategy: zero2}\n",
+        "x.yaml:1: gpu.compile_model: a compiled model cannot be divided by strategy zero2; leave it out, or use zero1",
+    ),
+    (
+        "gpu: {capture: step}\nparallel: {strategy: zero1}\n",
+        "x.yaml:1: gpu.capture: step records one device's work and strategy zero1 works on several; use off or auto",
+    ),
+    (
+        "gpu: {channels_last: true}\nparallel: {strategy: zero3}\n",
+        "x.yaml:1: gpu.channels_last: strategy zero3 lays parameters out by itself; leave it out, or use zero1",
+    ),
+    (
+        "parallel: {strategy: ddp, offload_optimizer: true}\n",
+        "x.yaml:1: parallel.offload_optimizer: true keeps what zero2 and zero3 divide in host memory and strategy is "
+        "ddp; use zero2 or zero3",
+    ),
+    (
+        "gpu: {device: cpu}\nparallel: {strategy: zero3, offload_optimizer: true}\n",
+        "x.yaml:2: parallel.offload_optimizer: true frees a GPU's memory and gpu.device is cpu; leave it out",
+    ),
+    (
+        "gpu: {mixed_precision: fp16}\nparallel: {strategy: zero3, offload_optimizer: true}\n",
+        "x.yaml:2: parallel.offload_optimizer: the loss scale of fp16 lives on the GPU and gradients would not; use "
+        "bf16",
+    ),
     # YAML
     ("seed: 1\nseed: 2\n", "x.yaml:2: seed: given twice, first on line 1; keep one of them"),
     (
@@ -248,9 +273,8 @@ def test_a_mistake_in_the_file_gives_one_line_with_place_key_and_remedy(
     assert messages(tmp_path, text) == [message]
 
 
-def test_an_impossible_combination_under_a_strategy_to_come_names_both(tmp_path: Path) -> None:
+def test_compression_cannot_be_combined_with_zero3(tmp_path: Path) -> None:
     assert messages(tmp_path, "parallel:\n  strategy: zero3\n  compression: int8\n") == [
-        "x.yaml:2: parallel.strategy: zero3 is not in this version yet; use ddp",
         "x.yaml:3: parallel.compression: compression int8 cannot be combined with strategy zero3; "
         "use ddp, or compression: off",
     ]

@@ -247,10 +247,11 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_configs_built_in_python_are_checked_too() -> None:
-    config = Config(parallel={"strategy": "zero3"})  # type: ignore[arg-type]
+    config = Config(parallel={"strategy": "zero3", "check_replicas": 5})  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         resolve(config, world_size=1, device="cuda", bf16=True)
-    assert str(caught.value) == "parallel.strategy: zero3 is not in this version yet; use ddp"
+    message = "parallel.check_replicas: under strategy zero3 no two ranks hold the same; leave it out"
+    assert str(caught.value) == message
 
 
 def test_the_origin_of_values_travels_and_does_not_count(tmp_path: Path) -> None:

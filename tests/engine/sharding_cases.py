@@ -13,6 +13,7 @@ from workbench import Sequences, Steps, classification
 
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
+from frameworm.models.gpt import GPT
 from frameworm.records.schema import RunRecord
 
 WORLD = 2
@@ -70,6 +71,8 @@ class Tied(nn.Module):
 def make(kind: str) -> tuple[nn.Module, Any]:
     """A model of a kind, and the data for it."""
     torch.manual_seed(3)
+    if kind == "gpt":
+        return GPT(11, d_model=8, n_heads=2, num_layers=2, max_seq_len=8), Sequences(52)
     if kind == "tied":
         return Tied(), Sequences(52)  # the loss counts tokens, of which the ranks have unequal numbers
     return Net(buffers=kind == "buffers"), classification(52)

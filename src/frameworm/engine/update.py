@@ -94,7 +94,7 @@ class Update:
                 gradients = [item.grad for item in self._parameters if item.grad is not None]
             else:
                 gradients = self._sharded_by.own_gradients(self._parameters)
-            self._weigh_and_clip(gradients, factor)
+            self.grad_norm = self._weigh_and_clip(gradients, factor)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
             scaler.step(optimizer)
@@ -105,17 +105,19 @@ class Update:
             self._step_unless_bad(self.grad_norm)
         self.clear()
 
-    def _weigh_and_clip(self, gradients: list[torch.Tensor], factor: torch.Tensor | None) -> None:
+    def _weigh_and_clip(self, gradients: list[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the gradients' norm before clipping, None where nothing is clipped."""
         if factor is not None:
-            torch._foreach_mul_(gradients, factor if not self._on_cpu else factor.to("cpu"))
+            torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
         if self._clip_norm is None:
-            return
-        self.grad_norm = get_total_norm(gradients)
+            return None
+        norm = get_total_norm(gradients)
         if self._sharded_by is None:
-            clip_grads_with_norm_(self._parameters, self._clip_norm, self.grad_norm)
-            return
-        self.grad_norm = self._sharded_by.norm_over_ranks(self.grad_norm)
-        torch._foreach_mul_(gradients, (self._clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+            clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+            return norm
+        norm = self._sharded_by.norm_over_ranks(norm)
+        torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def clear(self) -> None:
         """Forget the gradients."""

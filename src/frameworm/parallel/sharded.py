@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -150,8 +150,8 @@ class ShardedStrategy(Strategy):
         _refuse_state(optimizer, self.name)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        assert isinstance(self._root, nn.Module)
-        sharded = dict(self._root.named_parameters())
+        root = cast("nn.Module", self._root)
+        sharded = dict(root.named_parameters())
         names = {id(parameter): name for name, parameter in self._before}
         fresh = to_names(optimizer.state_dict(), names_in_groups(self._before, optimizer.param_groups))
         # The same object with other parameters: schedulers and whoever else holds it go on.
@@ -160,7 +160,7 @@ class ShardedStrategy(Strategy):
         optimizer.state.clear()
         self._before = []
         if fresh["state"]:
-            self.load_optimizer_state(self._root, optimizer, fresh)
+            self.load_optimizer_state(root, optimizer, fresh)
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -43,16 +43,14 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
         parameters_as_bucket_view: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            params, optimizer_class, parameters_as_bucket_view=parameters_as_bucket_view, **settings
-        )
+        super().__init__(params, optimizer_class, parameters_as_bucket_view=parameters_as_bucket_view, **settings)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch's loss scaler and by the engine."""
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
 
-    def step(self, closure: Callable[[], float] | None = None, **more: Any) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **more: Any) -> float | None:  # type: ignore[override]
         """Update this rank's share, then bring every rank what the others updated."""
         given = [name for name in _SCALER_FLAGS if hasattr(self, name)]
         for name in given:

@@ -1,0 +1,88 @@
+"""`train` with two processes that share one model, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SETTINGS = (
+    "data.limit=768",
+    "model.d_model=16",
+    "model.n_heads=2",
+    "model.dim_feedforward=32",
+    "model.max_seq_len=16",
+    "training.epochs=2",
+    "training.global_batch=16",
+    "checkpoint.every_steps=5",
+    "parallel.strategy=zero3",
+)
+DISTRIBUTED = ("--distributed", "--nproc-per-node", "2")
+
+
+def _arguments() -> list[str]:
+    chosen = [part for setting in SETTINGS for part in ("--set", setting)]
+    return ["train", "--config", str(QUICKSTART), *chosen, *DISTRIBUTED]
+
+
+def _interrupt(run: Path, folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Start, send SIGINT as Ctrl-C does once the first steps are written, and wait for the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "frameworm", *_arguments(), "--out", str(run)],
+        cwd=folder,
+        env={**os.environ, "FRAMEWORM_DATA_CACHE_DIR": str(cache), "TERM": "dumb"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    family = []
+    try:
+        steps = run / "steps-rank0.jsonl"
+        deadline = time.monotonic() + 60
+        while not (steps.exists() and steps.stat().st_size) and process.poll() is None:
+            assert time.monotonic() < deadline, "no step within a minute"
+            time.sleep(0.01)
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    finally:
+        for member in family:
+            if member.is_running():
+                member.kill()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
+
+
+@pytest.mark.slow
+def test_zero3_trains_stops_and_resumes(cli: Callable[..., Any], tmp_path: Path, data_cache_dir: Path) -> None:
+    stopped = _interrupt(tmp_path / "run", tmp_path, data_cache_dir)
+    assert stopped.returncode == 130, stopped.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    resumed = cli(*_arguments(), "--resume", tmp_path / "run", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = cli(*_arguments(), "--out", tmp_path / "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    for summary in summaries:
+        assert (summary["status"], summary["strategy"], summary["batch"]["world_size"]) == ("completed", "zero3", 2)
+        assert summary["communication"]["exposed_s"] is None  # nobody watched
+        assert summary["communication"]["bytes_per_step"] > 0
+    first, second = (summary["quality"] for summary in summaries)
+    assert first["val_loss"] == pytest.approx(second["val_loss"], abs=1e-6)
+    scored = cli("evaluate", tmp_path / "run", "--json", cwd=tmp_path)
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["loss"] == pytest.approx(first["val_loss"], abs=1e-5)
