@@ -107,7 +107,11 @@ SETTINGS = [
     pytest.param(
         ["parallel.strategy=zero3", "gpu.compile_model=true"], ["gpu.compile_model", "zero3", "use zero1"], id="zero3"
     ),
-    pytest.param(["parallel.compression=int8"], ["parallel.compression", "not in this version"], id="compression"),
+    pytest.param(
+        ["parallel.compression=int8", "parallel.strategy=single"],
+        ["parallel.compression", "cannot be combined with strategy single"],
+        id="compression",
+    ),
     pytest.param(["parallel.backend=nccl"], ["parallel.backend", "gloo or auto"], id="nccl-on-cpu"),
     pytest.param(["gpu.device=cuda"], ["gpu.device", "cuda", "cpu or auto"], id="no-gpu", marks=NO_GPU),
     pytest.param(["data.dataset=ag_nws"], ["data.dataset", "did you mean ag_news"], id="unknown-data-set"),
