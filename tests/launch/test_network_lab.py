@@ -136,12 +136,19 @@ def test_a_failing_host_ends_the_others(network_lab: Lab, network_lab_script: Mo
     assert time.monotonic() - begin < 60
 
 
+def _hear_signals() -> None:
+    """Under nohup and in the background of a shell some signals are ignored, and children inherit that."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _start_owner(how: str) -> tuple[subprocess.Popen[str], list[str], list[int]]:
     owner = subprocess.Popen(
         [sys.executable, "-S", "-c", OWNER, str(SCRIPT), how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hear_signals,
     )
     assert owner.stdout is not None
     first, second, *pids = owner.stdout.readline().split()
