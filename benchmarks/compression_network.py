@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import itertools
 import json
 import subprocess
@@ -47,11 +46,11 @@ from harness import (
     verdict,
     write_results,
 )
+from lab import load_lab
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-LAB = Path(__file__).parents[1] / "scripts" / "network_lab.py"
 RATES = ("unlimited", "1gbit", "300mbit", "100mbit")
 TORCH = ("off", "torch-fp16", "torch-bf16", "torch-powersgd1", "torch-powersgd2")
 OURS = ("fp16", "bf16", "int8", "int4", "topk", "powersgd")
@@ -292,17 +291,6 @@ def judge(rate: str, measured: dict[str, Measured]) -> list[dict[str, Any]]:
     return goals
 
 
-def load_lab() -> Any:
-    """scripts/network_lab.py as a module."""
-    specification = importlib.util.spec_from_file_location("network_lab", LAB)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["network_lab"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
 def main() -> int:
     """Build the lab and run all rates."""
     options = _arguments()
@@ -368,7 +356,8 @@ def _write(options: argparse.Namespace, rates: dict[str, Any], counted: dict[str
         "bucket_cap_mb": 25,
     }
     results = {"bytes_per_step": counted, "rates": rates}
-    return write_results("compression_network", torch.device("cpu"), settings, results, options.out)
+    name = f"compression_network{options.tag and '-' + options.tag}"
+    return write_results(name, torch.device("cpu"), settings, results, options.out)
 
 
 def draw(rates: dict[str, Any], counted: dict[str, int]) -> str:
@@ -476,6 +465,7 @@ def _arguments() -> argparse.Namespace:
     add("--layers", type=int, default=10)
     add("--batch", type=int, default=32)
     add("--out", type=Path, default=RESULTS, help="folder for the results")
+    add("--tag", default="", help="part of the results file's name, for a call with some of the rates")
     add("--plot", type=Path, help="only draw the results that are there, into this file")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -28,12 +27,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import ModuleType
 from typing import Any
 
 import planted_gpu  # noqa: F401 - registers its cases
 import torch
 from harness import RESULTS, names_among, table, tell_progress, write_results
+from lab import load_lab
 from planted import CASES, HEALTHY, Case
 
 from frameworm.hardware.host import usable_cpus
@@ -41,7 +40,6 @@ from frameworm.hardware.host import usable_cpus
 GOAL = 0.95
 FAILED = "failed"
 LINK_RATE = "100mbit"
-LAB = Path(__file__).parents[1] / "scripts" / "network_lab.py"
 QUIET = 0.8
 
 
@@ -60,7 +58,7 @@ def why_not(case: Case) -> str | None:
         if got < QUIET * usable:
             return f"others keep the cores busy: this process got {got:.1f} of {usable}"
     if case.needs == "root":
-        why: str | None = network_lab().available()
+        why: str | None = load_lab().available()
         return why
     return None
 
@@ -76,18 +74,6 @@ def cores_got(seconds: float = 1.0) -> float:
     return sum(float(process.communicate()[0]) for process in processes) / seconds
 
 
-@functools.cache
-def network_lab() -> ModuleType:
-    """scripts/network_lab.py as a module."""
-    spec = importlib.util.spec_from_file_location("network_lab", LAB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["network_lab"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_case(case: Case) -> dict[str, Any]:
     """Run a case in processes of its own; its verdict and findings, or how it failed."""
     begin = perf_counter()
@@ -96,7 +82,7 @@ def run_case(case: Case) -> dict[str, Any]:
         address = "127.0.0.1"
         interface = "lo"
         if case.needs == "root":
-            lab = stack.enter_context(network_lab().NetworkLab(hosts=case.ranks, rate=LINK_RATE))
+            lab = stack.enter_context(load_lab().NetworkLab(hosts=case.ranks, rate=LINK_RATE))
             prefixes = [lab.prefix(rank) for rank in range(case.ranks)]
             address, interface = lab.hosts[0].address, "eth0"
         port = _free_port()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("diagnosis", "planted", "planted_gpu", "harness")
+MODULES = ("diagnosis", "planted", "planted_gpu", "harness", "lab")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("traceml", "diagnosis", "planted", "planted_gpu", "harness")
+MODULES = ("traceml", "diagnosis", "planted", "planted_gpu", "harness", "lab")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from frameworm.parallel.compression.auto import (
     RECHECK_STEPS,
@@ -26,7 +25,6 @@ class World:
     def __init__(self, step_s: dict[str, float], sending_s: dict[str, float], hidden_s: float = 0.0) -> None:
         self.now = 0.0
         self.method = "off"
-        self.ready_span_s = 0.0
         self.step_s = step_s
         self.used: list[str] = []
         self.looks = 0
@@ -45,10 +43,9 @@ class World:
     ) -> MethodChoice:
         return MethodChoice(
             self,
-            nn.Linear(2, 2),
             torch.device("cpu"),
+            self.look,
             allow_approximate=approximate,
-            look=self.look,
             agree=agree,
             clock=lambda: self.now,
         )

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from frameworm.config.section import Auto, OffNone, OffWord, Section
 
-COMPRESSION_METHODS = ("fp16", "bf16", "int8", "int4", "topk", "powersgd")
-
 
 class ParallelConfig(Section):
     """How one model runs on many devices."""
@@ -55,7 +53,10 @@ class ParallelConfig(Section):
     )
     bucket_cap_mb: float = Field(default=25.0, gt=0, description="Size of DDP's gradient buckets.")
     first_bucket_mb: float = Field(
-        default=1.0, gt=0, description="Size of DDP's first bucket; a small one is on its way early."
+        default=1.0,
+        gt=0,
+        description="Size of DDP's first bucket; a small one is on its way early. Before torch 2.13 it counts only "
+        "with the default bucket_cap_mb.",
     )
     gradient_as_bucket_view: bool = Field(
         default=True, description="Let gradients live in DDP's buckets, which saves a copy of them."

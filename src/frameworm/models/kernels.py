@@ -10,7 +10,7 @@ from torch import Tensor
 
 # A row up to this long stays in the registers of one program: read once instead of twice.
 _LONGEST_HELD = 8192
-_PROGRAMS_EACH = 4  # rows that a multiprocessor works on at a time; block, warps and this as measured on an H200
+_PROGRAMS_EACH = 4  # rows that a multiprocessor works on at a time; found by trial, as block and warps are
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
 from frameworm.parallel.compression.control import CompressionControl
-from frameworm.parallel.compression.plain import mean_of_gradients
+from frameworm.parallel.compression.plain import gradient_bytes, mean_of_gradients
 from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.strategy import Hook, Strategy
 from frameworm.records.observations import Compression
@@ -138,11 +138,6 @@ class DDPStrategy(Strategy):
             return 0
         sent = None if self._compression is None else self._compression.bytes_per_step
         return gradient_bytes(model) if sent is None else sent
-
-
-def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of one gradient of the whole model."""
-    return sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
 
 
 @contextlib.contextmanager

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import EnvironmentSetupError, ModelError, StateError
+from frameworm.parallel.compression.plain import gradient_bytes
 from frameworm.parallel.named_state import holds_state, names_in_groups, to_names, to_numbers
-from frameworm.parallel.replicated import DDPStrategy, gradient_bytes
+from frameworm.parallel.replicated import DDPStrategy
 from frameworm.parallel.shards import gathered, own_part, shard_of
 from frameworm.parallel.strategy import Strategy, check_trainable
 from frameworm.parallel.units import check_shardable, find_units

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from frameworm.records.observations import CompressionCandidate
 
@@ -40,9 +39,6 @@ class Switch(Protocol):
 
     @property
     def method(self) -> str: ...
-
-    @property
-    def ready_span_s(self) -> float: ...
 
     def use(self, method: str) -> None: ...
 
@@ -75,10 +71,9 @@ class MethodChoice:
 
     Args:
         hook: Whose method is set; it begins with `off`.
-        model: Whose gradients are sent.
-        device: Where they are.
+        device: Where the gradients are.
+        look: Probes network and codecs; all ranks call it at the same time.
         allow_approximate: Whether methods may race that do more than round.
-        look: Probes network and codecs; all ranks call it at the same time. None uses `outlook.look_around`.
         agree: From this rank's times to the largest of all ranks.
         clock: Seconds; on a GPU it waits for the device.
     """
@@ -86,11 +81,10 @@ class MethodChoice:
     def __init__(
         self,
         hook: Switch,
-        model: nn.Module,
         device: torch.device,
+        look: Callable[[], Outlook],
         *,
         allow_approximate: bool = False,
-        look: Callable[[], Outlook] | None = None,
         agree: Callable[[list[float]], list[float]] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -98,7 +92,6 @@ class MethodChoice:
         self.latency_us: float | None = None
         self.chosen: str | None = None
         self._hook = hook
-        self._model = model
         self._device = device
         self._allowed = METHODS if allow_approximate else ROUNDING
         self._look = look
@@ -167,12 +160,7 @@ class MethodChoice:
 
     def _enter(self) -> list[str]:
         """Look around, and line up who may race."""
-        if self._look is None:
-            from frameworm.parallel.compression.outlook import look_around
-
-            outlook = look_around(self._model, self._device, self._hook.ready_span_s)
-        else:
-            outlook = self._look()
+        outlook = self._look()
         self.bandwidth_gbps, self.latency_us = outlook.bandwidth_gbps, outlook.latency_us
         names = list(outlook.sending_s)
         agreed = dict(zip(names, self._agree([outlook.sending_s[name] for name in names]), strict=True))

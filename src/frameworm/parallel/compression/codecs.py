@@ -19,9 +19,8 @@ from frameworm.errors import ConfigError
 CODECS = ("int8", "int4", "topk")
 ROUNDINGS = ("nearest", "stochastic")
 
-# Values worked on at a time on a CPU. Measured on one thread, 10.5 million values, int4: chunks of 64K values, which
-# stay in the second cache, take 75 ms, because each of the 20 calls per chunk costs 10 us; 2M take 30 ms, all at once
-# 27 ms.
+# Values worked on at a time on a CPU. Chunks that stay in the cache are slower: what some twenty calls for each cost is
+# more than the cache saves. Larger ones gain little and take scratch memory.
 CHUNK_VALUES = 2**21
 
 _PAYLOAD_ALIGNMENT = 4

@@ -11,6 +11,8 @@ from torch import nn
 from frameworm.config.parallel_section import ParallelConfig
 from frameworm.parallel.compression.auto import MethodChoice
 from frameworm.parallel.compression.hook import CompressionHook
+from frameworm.parallel.compression.outlook import look_around
+from frameworm.parallel.compression.plain import gradient_bytes
 from frameworm.records.observations import Compression
 
 
@@ -48,11 +50,10 @@ class CompressionControl:
     def begin(self, model: nn.Module) -> None:
         """Make the hook of a model; all ranks do so at the same time."""
         settings = self._settings
-        size_bytes = sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
         # As the hook counts an all-reduce: by what a ring sends.
-        self._plain_bytes = 2 * (self._world_size - 1) * size_bytes // self._world_size
+        self._plain_bytes = 2 * (self._world_size - 1) * gradient_bytes(model) // self._world_size
         chosen = settings.compression
-        self._hook = CompressionHook(
+        self._hook = hook = CompressionHook(
             "off" if chosen == "auto" else chosen,
             model=model,
             ratio=settings.compression_ratio,
@@ -62,7 +63,14 @@ class CompressionControl:
             scale=self._loss_scale,
         )
         if chosen == "auto":
-            self._choice = MethodChoice(self._hook, model, self._device, allow_approximate=settings.allow_approximate)
+            self._choice = MethodChoice(
+                hook,
+                self._device,
+                lambda: look_around(
+                    model, self._device, hook.ready_span_s, settings.compression_ratio, settings.powersgd_rank
+                ),
+                allow_approximate=settings.allow_approximate,
+            )
 
     def after_step(self) -> bool:
         """Count the bytes; `auto` may change the method. Returns whether the ranks met."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from frameworm.errors import ConfigError
 from frameworm.parallel.compression import exchange
 from frameworm.parallel.compression.codecs import Codec, make_codec
 from frameworm.parallel.compression.pipeline import Job, Pipeline, Result, Stages, Wire
+from frameworm.parallel.compression.plain import first_of, take_share
 from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
 from frameworm.parallel.compression.residuals import Named, Residuals, Scale
@@ -220,12 +221,7 @@ class CompressionHook:
 
     def _plain(self, values: Tensor) -> Result:
         """What DDP does without a hook, to the last bit."""
-        if values.is_sparse:
-            values.div_(self._wire.world_size)
-        else:
-            values.mul_(1 / self._wire.world_size)  # dividing rounds differently where it is not a power of two
-        done = self._wire.all_reduce_plain(values).get_future()
-        return cast("Result", done.then(_first))
+        return first_of(self._wire.all_reduce_plain(take_share(values, self._wire.world_size)))
 
     def _accept(self, bucket: Any, values: Tensor, last: bool) -> Result:
         if self._held is None:
@@ -325,7 +321,3 @@ def _ready(values: Tensor) -> Result:
     done: Result = torch.futures.Future(devices=[values.device] if on_gpu else [])
     done.set_result(values)
     return done
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]

@@ -20,23 +20,28 @@ REPETITIONS = 3
 _FP32_BYTES, _HALF_BYTES = 4, 2
 
 
-def look_around(model: nn.Module, device: torch.device, hidden_s: float = 0.0, powersgd_rank: int = 1) -> Outlook:
+def look_around(model: nn.Module, device: torch.device, hidden_s: float, ratio: float, powersgd_rank: int) -> Outlook:
     """Probe the network and time the codecs; all ranks call it at the same time.
 
     Args:
         model: Whose gradients are to be sent.
         device: Where they are.
         hidden_s: From the first bucket to the last in a step: sending can hide behind that much computing.
-        powersgd_rank: Columns of its matrices.
+        ratio: Share of the values that topk keeps.
+        powersgd_rank: Columns of powersgd's matrices.
     """
     parameters = [item for item in model.parameters() if item.requires_grad]
     count = sum(item.numel() for item in parameters)
     world_size = dist.get_world_size()
     network = quick_probe(device=device if dist.get_backend() == "nccl" else None)
-    costs_s = codec_costs(device, count, world_size)
+    costs_s = codec_costs(device, count, world_size, ratio, powersgd_rank)
     sending_s = {OFF: network.seconds("all_reduce", _FP32_BYTES * count)}
     for method in METHODS:
-        wire_s = _wire_s(method, network, parameters, count, world_size, powersgd_rank)
+        if method == "powersgd":
+            left, right = matrix_values(parameters, powersgd_rank)
+            wire_s = sum(network.seconds("all_reduce", _FP32_BYTES * values) for values in (left, right))
+        else:
+            wire_s = _wire_s(method, network, count, ratio)
         sending_s[method] = wire_s + costs_s[method]
     bytes_per_s = network.bus_bytes_per_s()
     return Outlook(
@@ -47,20 +52,15 @@ def look_around(model: nn.Module, device: torch.device, hidden_s: float = 0.0, p
     )
 
 
-def _wire_s(
-    method: str, network: NetworkModel, parameters: list[nn.Parameter], count: int, world_size: int, powersgd_rank: int
-) -> float:
+def _wire_s(method: str, network: NetworkModel, count: int, ratio: float) -> float:
     """Seconds on the wire alone."""
     if method in ("fp16", "bf16"):
         return network.seconds("all_reduce", _HALF_BYTES * count)
-    if method == "powersgd":
-        left, right = matrix_values(parameters, powersgd_rank)
-        return sum(network.seconds("all_reduce", _FP32_BYTES * values) for values in (left, right))
-    codec = make_codec(method)
+    codec = make_codec(method, ratio=ratio)
     size_bytes = codec.encoded_bytes(count)
     if isinstance(codec, Quantizer):
         return _exchange_s("all_to_all", network, size_bytes) + _exchange_s("all_gather", network, size_bytes)
-    return _exchange_s("all_gather", network, size_bytes * world_size)
+    return _exchange_s("all_gather", network, size_bytes * network.world_size)
 
 
 def _exchange_s(collective: str, network: NetworkModel, size_bytes: int) -> float:
@@ -87,7 +87,9 @@ def matrix_values(parameters: list[nn.Parameter], rank: int) -> tuple[int, int]:
     return left, right
 
 
-def codec_costs(device: torch.device, count: int, world_size: int) -> dict[str, float]:
+def codec_costs(
+    device: torch.device, count: int, world_size: int, ratio: float, powersgd_rank: int
+) -> dict[str, float]:
     """Seconds that coding and decoding of all gradients take on this machine, by method; timed on a sample."""
     sample = min(max(count, 1), SAMPLE)
     generator = torch.Generator().manual_seed(0)
@@ -99,9 +101,9 @@ def codec_costs(device: torch.device, count: int, world_size: int) -> dict[str, 
             half = torch.float16 if method == "fp16" else torch.bfloat16
             once = _seconds(device, lambda half=half: values.copy_(values.to(half)))  # type: ignore[misc]
         elif method == "powersgd":
-            once = _seconds(device, _low_rank(values))
+            once = _seconds(device, _low_rank(values, powersgd_rank))
         else:
-            once = _seconds(device, _coding(make_codec(method), values, world_size))
+            once = _seconds(device, _coding(make_codec(method, ratio=ratio), values, world_size))
         costs[method] = once * share
     return costs
 
@@ -135,14 +137,14 @@ def _coding(codec: Codec, values: Tensor, world_size: int) -> Callable[[], objec
     return quantized
 
 
-def _low_rank(values: Tensor) -> Callable[[], object]:
+def _low_rank(values: Tensor, rank: int) -> Callable[[], object]:
     side = max(1, int(values.numel() ** 0.5))
     matrix = values[: side * side].view(side, side)
-    vector, residual = torch.randn(side, 1, device=values.device), torch.zeros_like(matrix)
+    vectors, residual = torch.randn(side, rank, device=values.device), torch.zeros_like(matrix)
 
     def both() -> None:
         whole = matrix + residual
-        left = whole @ vector
+        left = whole @ vectors
         right = whole.t() @ left
         mean = left @ right.t()
         torch.sub(whole, mean, out=residual)

@@ -118,8 +118,8 @@ class Wire:
     def _swap(self, sent: list[Tensor], received: list[Tensor]) -> Work:
         """Every rank sends to every other, all receives before all sends.
 
-        gloo's own all-to-all uses a link in one direction at a time: this one takes half the time between two hosts at
-        100 Mbit/s, and three quarters of it between four. Its all-gather is slow between two only.
+        On slow links this is faster than gloo's own all-to-all, and between two hosts than its all-gather
+        (benchmarks/gloo_exchange.py).
         """
         assert self._own is not None
         self._exchanges += 1  # the same on all ranks, and so a tag that only the partner of a message has

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.config.parallel_section import ParallelConfig
 from frameworm.errors import ConfigError, EnvironmentSetupError, ModelError
+from frameworm.parallel.compression import hook
 from frameworm.parallel.compression.control import CompressionControl
 from frameworm.records.observations import Compression
 
-METHODS = ("auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd")
+METHODS = ("auto", *(method for method in hook.METHODS if method != hook.OFF))
 
 
 class EnabledCompression:
