@@ -27,6 +27,9 @@ from harness import ContenderError, Sample
 
 TAIL = 8  # steps after the last block, so that a loop that reads ahead still comes to its end
 LOG_LINES = 12
+# Imported once, in the process that all contenders are forked from; a package that is not installed is left out. None
+# of them touches CUDA when imported.
+PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "accelerate", "lightning", "frameworm.engine.run"]
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ Train = Callable[..., dict[str, Any]]
 
 def _live(link: Connection, plan: Plan, log: str, device: str, train: Train, arguments: tuple[Any, ...]) -> None:
     """A contender's process."""
+    # As in a script that is started by hand: its loader processes are forked.
+    multiprocessing.set_start_method("fork", force=True)
     with Path(log).open("w", encoding="utf-8", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -204,8 +209,9 @@ class Live:
         self.ready: dict[str, Any] = {}
         self._limit_s = limit_s
         self._log = folder / f"{name.replace('/', '-')}.log"
-        # Not forked: CUDA does not survive that. Not a daemon: it has loader processes of its own.
-        context = multiprocessing.get_context("spawn")
+        # Not forked from here: CUDA does not survive that. Not a daemon: it has loader processes of its own.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._link, other = context.Pipe()
         self._process = context.Process(target=_live, args=(other, plan, str(self._log), device, train, arguments))
         self._process.start()

@@ -144,11 +144,12 @@ class Field:
         for entry in (item for item in entries if item.missing):
             self.failures[entry.name] = f"package {entry.package} is not installed"
         present = [item for item in entries if not item.missing]
-        fixed = [item for item in present if not item.best]
-        for begin in range(0, len(fixed), self._options.starts):
-            self._warm(fixed[begin : begin + self._options.starts])
+        wanted = {item.name: variants(item, self._options.modes, self._options.pads) for item in present}
+        only = [found[0] for found in wanted.values() if len(found) == 1]
+        for begin in range(0, len(only), self._options.starts):
+            self._warm(only[begin : begin + self._options.starts])
         for entry in (item for item in present if item.best):
-            self._choose(entry)
+            self._choose(entry.name, wanted[entry.name])
 
     def _warm(self, entries: Sequence[Entry]) -> None:
         """Start some at once, but let them run their blocks alone."""
@@ -165,9 +166,8 @@ class Field:
         options = self._options
         return Live(entry.name, train, (self._work, entry), options.plan, options.device, self._folder, options.limit_s)
 
-    def _choose(self, entry: Entry) -> None:
-        """Try the variants of one contender and keep the fastest."""
-        wanted = variants(entry, self._options.modes, self._options.pads)
+    def _choose(self, name: str, wanted: Sequence[Entry]) -> None:
+        """Try the variants of one contender and keep the fastest; an only one has been started."""
         # Those that time kernels while they compile do so alone on the machine.
         alone = [[item] for item in wanted if item.mode == "max-autotune"]
         others = [item for item in wanted if item.mode != "max-autotune"]
@@ -177,14 +177,15 @@ class Field:
             if best is not None and monotonic() > self._options.deadline:
                 self.tried.update({item.name: {"error": "not tried: out of time"} for item in group})
                 continue
-            self._warm(group)
+            if len(wanted) > 1:
+                self._warm(group)
             for variant in group:
                 best = self._better(best, variant.name)
         if best is None:
-            self.failures[entry.name] = "no variant ran: see tried"
+            self.failures[name] = "no variant ran: see tried"
             return
-        self.lives[entry.name] = self.lives.pop(best)
-        self.warmups[entry.name] = self.warmups.pop(best)
+        self.lives[name] = self.lives.pop(best)
+        self.warmups[name] = self.warmups.pop(best)
 
     def _better(self, best: str | None, name: str) -> str | None:
         """The faster of two variants; the other one ends."""
