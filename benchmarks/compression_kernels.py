@@ -170,8 +170,10 @@ def quantized_expressions(case: Case) -> dict[str, Callable[[], None]]:
     bits, block, levels = codec.bits, codec.granularity, float(codec.levels)
 
     def parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        # Tensors of their own: torch.compile refuses to write to two views of one tensor that differ in type.
         integers = count * bits // 8
-        return payload[:integers].view(torch.int8).view(-1, block * bits // 8), payload[integers:].view(torch.float32)
+        packed, steps = payload[:integers].view(torch.int8), payload[integers:].view(torch.float32)
+        return packed.view(-1, block * bits // 8).clone(), steps.clone()
 
     def quantize_into(total: Tensor, packed: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         step = total.abs().amax(1) / levels
@@ -214,14 +216,14 @@ def quantized_expressions(case: Case) -> dict[str, Callable[[], None]]:
     compiled_encode, compiled_reduce, compiled_decode = (
         torch.compile(function, dynamic=False) for function in (encode_all, reduce_all, decode_all)
     )
-    count = case.values.numel()
+    whole = parts(case.payload, case.values.numel())
+    received = {id(item): [parts(row, item.count) for row in item.payloads] for item in case.shards.values()}
+    own = {id(item): parts(item.payload, item.count) for item in case.shards.values()}
     return named_passes(
         case,
-        lambda: compiled_encode(case.values, case.residual, *parts(case.payload, count)),
-        lambda shard: compiled_reduce(
-            [parts(row, shard.count) for row in shard.payloads], shard.residual, *parts(shard.payload, shard.count)
-        ),
-        lambda: compiled_decode(*parts(case.payload, count), case.out),
+        lambda: compiled_encode(case.values, case.residual, *whole),
+        lambda shard: compiled_reduce(received[id(shard)], shard.residual, *own[id(shard)]),
+        lambda: compiled_decode(*whole, case.out),
     )
 
 
@@ -235,7 +237,7 @@ def sparse_expressions(case: Case) -> dict[str, Callable[[], None]]:
     rows = -(-count // columns)
 
     def parts(payload: Tensor) -> tuple[Tensor, Tensor]:
-        return payload[: 2 * columns].view(torch.bfloat16), payload[2 * columns : 3 * columns]
+        return payload[: 2 * columns].view(torch.bfloat16).clone(), payload[2 * columns : 3 * columns].clone()
 
     def encode_all(values: Tensor, residual: Tensor, kept: Tensor, places: Tensor) -> None:
         total = F.pad(values + residual, (0, rows * columns - count)).view(rows, columns)
@@ -270,11 +272,13 @@ def sparse_expressions(case: Case) -> dict[str, Callable[[], None]]:
     compiled_encode, compiled_add, compiled_decode = (
         torch.compile(function, dynamic=False) for function in (encode_all, add_all, decode_all)
     )
+    whole = parts(case.payload)
+    received = {id(item): [parts(row) for row in item.payloads] for item in case.shards.values()}
     return named_passes(
         case,
-        lambda: compiled_encode(case.values, case.residual, *parts(case.payload)),
-        lambda shard: compiled_add([parts(row) for row in shard.payloads], case.out),
-        lambda: compiled_decode(*parts(case.payload), case.out),
+        lambda: compiled_encode(case.values, case.residual, *whole),
+        lambda shard: compiled_add(received[id(shard)], case.out),
+        lambda: compiled_decode(*whole, case.out),
     )
 
 

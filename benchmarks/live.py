@@ -27,9 +27,6 @@ from harness import ContenderError, Sample
 
 TAIL = 8  # steps after the last block, so that a loop that reads ahead still comes to its end
 LOG_LINES = 12
-# Imported once, in the process that all contenders are forked from; a package that is not installed is left out. None
-# of them touches CUDA when imported.
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "accelerate", "lightning", "frameworm.engine.run"]
 
 
 @dataclass(frozen=True)
@@ -209,9 +206,8 @@ class Live:
         self.ready: dict[str, Any] = {}
         self._limit_s = limit_s
         self._log = folder / f"{name.replace('/', '-')}.log"
-        # Not forked from here: CUDA does not survive that. Not a daemon: it has loader processes of its own.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        # Not forked: CUDA does not survive that. Not a daemon: it has loader processes of its own.
+        context = multiprocessing.get_context("spawn")
         self._link, other = context.Pipe()
         self._process = context.Process(target=_live, args=(other, plan, str(self._log), device, train, arguments))
         self._process.start()
