@@ -21,7 +21,7 @@ from planted_facts import (
 )
 
 from frameworm.diagnose.rules import CODES, RULES, Judgement, apply_judgement, judge
-from frameworm.records.observations import OtherTime, Place
+from frameworm.records.observations import Compression, OtherTime, Place
 from frameworm.records.schema import (
     Batch,
     Bucket,
@@ -398,6 +398,26 @@ def test_what_this_version_does_not_have_is_not_advised() -> None:
     assert "parallel.bucket_cap_mb" in ours
     assert ("parallel.compression" in ours) == ("parallel.compression" not in NOT_YET)
     assert "parallel.compression" in theirs
+
+
+def test_compression_is_advised_by_what_is_sent_now() -> None:
+    fault = {**CASES["communication_bound"][0]}
+    before = fault.get("communication") or Communication()
+
+    def advised(now: Compression | None) -> dict[str, Any]:
+        changed = {**fault, "communication": dataclasses.replace(before, compression=now)}
+        remedies = judged(**changed).findings[0].remedies
+        return {item.knob: item.value for item in remedies if item.knob.startswith("parallel.")}
+
+    assert advised(None)["parallel.compression"] == "auto"
+    assert advised(Compression("int8", "user"))["parallel.compression"] == "auto"
+    by_auto = advised(Compression("int4", "auto"))
+    assert by_auto.pop("parallel.allow_approximate") is True
+    assert "parallel.compression" not in by_auto
+    none = advised(Compression("powersgd", "auto"))
+    assert not {"parallel.compression", "parallel.allow_approximate"} & none.keys()
+    sharded = judged(**fault, config={"parallel": {"strategy": "zero3"}}).findings[0].remedies
+    assert "parallel.compression" not in [item.knob for item in sharded]
 
 
 def test_remedies_are_values_that_the_config_takes() -> None:

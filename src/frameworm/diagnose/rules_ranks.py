@@ -9,11 +9,13 @@ from typing import Any
 from frameworm.diagnose.accounting import CORRELATION, Facts
 from frameworm.diagnose.cost import costed
 from frameworm.diagnose.estimate import Estimate, clamp, known
-from frameworm.records.observations import RankSummary
+from frameworm.records.observations import Compression, RankSummary
 from frameworm.records.schema import Finding, RunRecord
 
 BUCKETS_TO_OVERLAP = 4
 SMALLEST_BUCKET_MB = 1.0
+APPROXIMATE = ("topk", "powersgd")
+NOT_COMPRESSED = ("dp", "zero2", "zero3")  # strategies that refuse compression
 BEFORE_BACKWARD = ("data_wait", "transfer", "forward")
 
 
@@ -35,14 +37,8 @@ def communication_bound(facts: Facts) -> Finding | None:
         "buckets": len(communication.buckets or []) or None,
         "world_size": facts.world_size,
     }
-    options: list[tuple[str, Any, str, str | None]] = [
-        (
-            "parallel.compression",
-            "bf16",
-            "half the bytes on the wire",
-            "ddp_model.register_comm_hook(None, bf16_compress_hook), from torch.distributed.algorithms.ddp_comm_hooks",
-        )
-    ]
+    compressible = facts.setting("parallel.strategy") not in NOT_COMPRESSED
+    options = _fewer_bytes(communication.compression) if compressible else []
     whole = known(facts.record.batch.global_)
     if whole:
         options.append(
@@ -61,6 +57,20 @@ def communication_bound(facts: Facts) -> Finding | None:
                 ("parallel.bucket_cap_mb", size, smaller, f"DistributedDataParallel(..., bucket_cap_mb={size})")
             )
     return costed("communication_bound", facts, share, evidence, facts.remedies(*options))
+
+
+def _fewer_bytes(now: Compression | None) -> list[tuple[str, Any, str, str | None]]:
+    """What would send less than is sent now."""
+    if now is None:
+        hook = "register_comm_hook(None, bf16_compress_hook), from torch.distributed.algorithms.ddp_comm_hooks"
+        text = "compressed gradients, by the method that is fastest between these ranks"
+        return [("parallel.compression", "auto", text, f"ddp_model.{hook}")]
+    if now.method in APPROXIMATE:
+        return []
+    if now.chosen_by == "auto":
+        text = "methods that send next to nothing may race too; they need more steps to learn the same"
+        return [("parallel.allow_approximate", True, text, None)]
+    return [("parallel.compression", "auto", "the method that is fastest between these ranks", None)]
 
 
 def straggler(facts: Facts) -> Finding | None:
