@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.config.checks import NOT_YET
-from frameworm.diagnose.account import StepAccount
-from frameworm.diagnose.estimate import Estimate, clamp, known
 from frameworm.diagnose.places import work_share
+from frameworm.records.account import StepAccount
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import RankSummary, SystemSummary
 from frameworm.records.schema import Remedy, RunRecord, Statistics, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import Place
 from frameworm.records.schema import RunRecord
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from frameworm.diagnose.accounting import Facts, StepsOfRanks, gather
 from frameworm.diagnose.cost import SEVERITIES, SHARES, undecided
-from frameworm.diagnose.estimate import Estimate
 from frameworm.diagnose.places import NEEDED, top_place
 from frameworm.diagnose.rules_device import (
     compute_bound,
@@ -33,6 +32,7 @@ from frameworm.diagnose.rules_time import (
     sync_stall,
     transfer_bound,
 )
+from frameworm.records.estimate import Estimate
 from frameworm.records.observations import SystemSummary
 from frameworm.records.schema import ExpectedSpeedup, Finding, RunRecord
 from frameworm.records.trace import TraceSummary

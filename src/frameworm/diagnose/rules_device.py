@@ -7,7 +7,7 @@ from typing import Any
 
 from frameworm.diagnose.accounting import Facts
 from frameworm.diagnose.cost import costed
-from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding
 
 MEMORY_UNDERUSED = 0.5

@@ -6,8 +6,8 @@ from typing import Any
 
 from frameworm.diagnose.accounting import Facts, mean_of
 from frameworm.diagnose.cost import costed
-from frameworm.diagnose.estimate import Estimate, known
 from frameworm.diagnose.rules_device import MEMORY_UNDERUSED, is_small_batch, memory_share
+from frameworm.records.estimate import Estimate, known
 from frameworm.records.schema import Finding, Remedy, Statistics
 
 PRESSURE_WARNING, PRESSURE_CRITICAL = 0.93, 0.98

@@ -8,7 +8,7 @@ from typing import Any
 
 from frameworm.diagnose.accounting import CORRELATION, Facts
 from frameworm.diagnose.cost import costed
-from frameworm.diagnose.estimate import Estimate, clamp, known
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import Compression, RankSummary
 from frameworm.records.schema import Finding, RunRecord
 

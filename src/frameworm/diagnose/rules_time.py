@@ -7,10 +7,10 @@ from typing import Any
 
 from frameworm.diagnose.accounting import Facts, mean_of
 from frameworm.diagnose.cost import SHARES, costed
-from frameworm.diagnose.estimate import Estimate, clamp, known
 from frameworm.diagnose.places import WRITING, place_text, places_of_work, work_share
 from frameworm.diagnose.rules_device import sync_cost
 from frameworm.diagnose.rules_machine import all_busy, crowded_by_workers
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding, Remedy
 
 IO_WAIT = 0.1

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frameworm.diagnose.estimate import known
+from frameworm.records.estimate import known
 from frameworm.records.schema import RunRecord, Statistics
 
 MET, MISSED, UNKNOWN = "met", "missed", "unknown"

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import Config
-from frameworm.diagnose.account import StepAccount
 from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.engine.progress import Progress
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
 from frameworm.observe.phases import COMMUNICATION_EXPOSED
 from frameworm.observe.ranks import RankWatch
+from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.observations import RankSummary
 from frameworm.records.schema import (

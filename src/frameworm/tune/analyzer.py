@@ -13,7 +13,6 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.steps import StepBatch
-from frameworm.diagnose.account import StepAccount
 from frameworm.diagnose.rules import Judgement, apply_judgement, judge
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import count_parameters, describe_device, measure_memory
@@ -23,6 +22,7 @@ from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.environment import detect
 from frameworm.launch.process_group import is_distributed, setup_ddp
 from frameworm.observe.phases import Timed
+from frameworm.records.account import StepAccount
 from frameworm.records.schema import Batch, Communication, Remedy, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
 from frameworm.tune.analysis import Analysis, describe

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
-from frameworm.diagnose.account import StepAccount
 from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.engine.optimizers import build_optimizer
 from frameworm.engine.randomness import random_state, restore_random_state
@@ -17,6 +16,7 @@ from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import detect
 from frameworm.launch.process_group import is_distributed, setup_ddp
 from frameworm.models.workloads import build_workload
+from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from frameworm.diagnose.estimate import LARGEST, Estimate, known, ratio, trend
+from frameworm.records.estimate import LARGEST, Estimate, known, ratio, trend
 from frameworm.records.schema import StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 
