@@ -63,6 +63,35 @@ class TrainingFailedError(FramewormError, RuntimeError):
     exit_code = 1
 
 
+class OutOfMemoryError(TrainingFailedError):
+    """A step needed more memory than there is; the cause is torch's own error.
+
+    Attributes:
+        rank: Whose memory it was; None when another rank's end was seen and not its place.
+        step: Number of the step.
+        phase: What the step was doing.
+        held: Bytes by holder: parameters, gradients, optimizer_state, rest.
+        advice: Settings that would fit, cheapest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        held: dict[str, int] | None = None,
+        advice: list[str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.phase = phase
+        self.held = held or {}
+        self.advice = advice or []
+
+
 class TrainingInterruptedError(FramewormError, KeyboardInterrupt):
     """Training was stopped by Ctrl-C after saving its state; `record` is the run so far."""
 
@@ -81,3 +110,7 @@ class TrainingPreemptedError(FramewormError, RuntimeError):
     def __init__(self, message: str, record: object = None) -> None:
         super().__init__(message)
         self.record = record
+
+
+class MemoryLimitError(TrainingPreemptedError):
+    """Training stopped itself after saving its state: it came to hold more than memory.max_memory_percent."""

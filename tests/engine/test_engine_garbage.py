@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import gc
+import os
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from workbench import classification, mlp
 
 from frameworm import Callback, Trainer
-from frameworm.records.schema import RunRecord
+from frameworm.engine.garbage import Collector
+from frameworm.records.schema import RunRecord, StepRecord
 
 
-class Frozen(Callback):
-    def __init__(self) -> None:
-        self.counts: list[int] = []
+class Collections(Callback):
+    """Counts what is frozen, and notes the step before which each collection came."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.frozen: list[int] = []
+        self.before: list[int] = []
+        self.step = 1
+        model.register_forward_hook(self._ran)
 
     def on_run_start(self, record: RunRecord) -> None:
-        self.counts.append(gc.get_freeze_count())
+        self.frozen.append(gc.get_freeze_count())
+        gc.callbacks.append(self._collected)
+
+    def _ran(self, *_: Any) -> None:
+        self.step += 1
+
+    def on_run_end(self, record: RunRecord) -> None:
+        gc.callbacks.remove(self._collected)
+
+    def _collected(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self.before.append(self.step)
 
 
-def _train(enabled: bool) -> int:
+def _train(enabled: bool, steps: int = 2, **settings: Any) -> Collections:
     model = mlp()
-    watch = Frozen()
+    watch = Collections(model)
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -30,15 +49,17 @@ def _train(enabled: bool) -> int:
         run_dir=None,
         device="cpu",
         enable_automatic_gc=enabled,
+        **settings,
     )
-    trainer.train(DataLoader(classification(8), 4))
-    return watch.counts[0]
+    trainer.train(DataLoader(classification(4 * steps), 4))
+    return watch
 
 
 def test_the_heap_is_set_aside_while_training() -> None:
-    assert _train(True) > 0
+    assert _train(True).frozen[0] > 0
     assert gc.get_freeze_count() == 0
-    assert _train(False) == 0
+    assert gc.isenabled()
+    assert _train(False).frozen[0] == 0
 
 
 def test_what_the_user_froze_stays_frozen() -> None:
@@ -48,3 +69,58 @@ def test_what_the_user_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def _moments(rank: int, world_size: int) -> list[int]:
+    # One rank makes far more garbage: by Python's own schedule it would collect at other moments.
+    model = mlp()
+    watch = Collections(model)
+    make = (lambda: [[number] for number in range(400)]) if rank else list
+
+    class Litter(Callback):
+        def on_step(self, step: StepRecord) -> None:
+            for part in (cycle := make()):
+                part.append(cycle)
+
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[watch, Litter()], run_dir=None, device="cpu"
+    )
+    trainer.train(DataLoader(classification(2 * 4 * 120), 4))
+    return [step for step in watch.before if step <= 120]
+
+
+def test_ranks_collect_before_the_same_steps(run_ranks: Any) -> None:
+    first, second = run_ranks(_moments)
+    assert first == second == [1, 2, 4, 8, 16, 32, 50, 100]
+
+
+def test_garbage_that_holds_memory_is_collected_more_often() -> None:
+    held = [0]
+
+    class Heavy:
+        def __init__(self) -> None:
+            self.itself = self
+            held[0] += 100
+
+        def __del__(self) -> None:
+            held[0] -= 100
+
+    most = 0
+    with Collector(True, lambda: held[0], total_bytes=20_000) as collector:  # 400 may be garbage: four of them
+        for number in range(1, 60):
+            collector.before_step(number)
+            Heavy()
+            most = max(most, held[0] if number > 16 else 0)
+    assert most <= 500
+    assert collector.note is not None
+    assert "every 4 steps" in collector.note
+
+
+def test_a_process_that_forks_off_collects_as_usual() -> None:
+    with Collector(True):
+        assert not gc.isenabled()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()

@@ -217,19 +217,31 @@ class MemoryConfig(Section):
         default=None, description="Class names of the modules to recompute; needed where the model does not say."
     )
     max_memory_percent: float = Field(
-        default=85.0, gt=0, le=100, description="Share of memory beyond which a run is unsafe; no effect yet."
+        default=85.0,
+        gt=0,
+        le=100,
+        description="A run that grows beyond this share of its memory (GPU or host) saves its state and stops.",
     )
     gc_threshold: float = Field(
-        default=70.0, ge=0, le=100, description="Share of memory at which garbage is collected; no effect yet."
+        default=70.0,
+        ge=0,
+        le=100,
+        description="Growth beyond this share collects garbage, trims the device's cache, and warns.",
     )
     monitoring_interval: float = Field(
-        default=30.0, gt=0, description="Seconds between two looks at the memory; no effect yet."
+        default=30.0, gt=0, description="Seconds between two looks at the memory, taken between steps."
     )
     enable_automatic_gc: bool = Field(
-        default=True, description="Let Python's collector look only at what training makes."
+        default=True,
+        description="Run Python's collector between steps, by step number, over what training makes; off: at random.",
     )
     cache_size_limit: int = Field(
-        default=2**30, ge=0, description="Bytes of device cache kept between steps; no effect yet."
+        default=2**30, ge=0, description="Bytes of device cache that no step has used so far and that are kept."
+    )
+    on_oom: Literal["stop", "halve_micro_batch"] = Field(
+        default="stop",
+        description="When memory runs out: stop with advice, or go on with half the micro-batch and twice the "
+        "accumulation.",
     )
 
 

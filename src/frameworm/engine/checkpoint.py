@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from frameworm.config.schema import CheckpointConfig
 from frameworm.errors import CheckpointError
 from frameworm.records.atomic import replacing
 
@@ -150,6 +151,11 @@ class CheckpointStore:
             # The manifest goes first: without it the data no longer count.
             old.manifest.unlink(missing_ok=True)
             old.data.unlink(missing_ok=True)
+
+
+def make_store(folder: Path, settings: CheckpointConfig) -> CheckpointStore:
+    """The store that a config asks for."""
+    return CheckpointStore(folder, keep=settings.keep, asynchronous=settings.mode == "async")
 
 
 def snapshot(value: Any) -> Any:

@@ -1,26 +1,124 @@
-"""Python's garbage collector during training."""
+"""Python's garbage collector during training: between steps, by step number, instead of at random."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+EVERY_STEPS = 50
+FULL_EVERY_STEPS = 1000
+# Garbage that holds tensors must not pile up until the next collection: at most this share of the memory.
+MOST_GARBAGE = 0.02
+
+_paused = False
+_watches_forks = False
 
 
-@contextlib.contextmanager
-def settled_heap(enabled: bool) -> Iterator[None]:
-    """Set aside everything that exists when training begins.
+class Collector:
+    """Collects between steps while its context is open; outside of it the collector is as the user has it.
 
     A full collection goes through all objects of the process: with torch and its friends imported that takes as long
-    as many small steps, at a moment nobody chose. Inside this context the collector looks only at what training itself
-    has made, which is little. A heap that the user has frozen already stays as it is.
+    as many small steps, at a moment nobody chose, and on another rank at another one: all wait for each. So what
+    exists when training begins is set aside (a heap that the user has frozen stays as it is), Python's own schedule is
+    off, and collections happen before steps whose number all ranks know: 1, 2, 4, ..., then every 50th, each 1000th a
+    full one. Where much memory comes free by that, the next ones are closer together.
+
+    Args:
+        enabled: Otherwise nothing is done at all. The same where the user has switched the collector off.
+        held_bytes: Memory in use, asked before and after a collection.
+        total_bytes: Of how much.
     """
-    if not enabled or gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+
+    def __init__(self, enabled: bool, held_bytes: Callable[[], int] | None = None, total_bytes: int = 0) -> None:
+        self._enabled = enabled
+        self._held_bytes = held_bytes
+        self._budget_bytes = int(total_bytes * MOST_GARBAGE)
+        self._froze = False
+        self._active = False
+        self._every = EVERY_STEPS
+        self._last = 0
+        self._next = 0
+        self.note: str | None = None
+
+    def __enter__(self) -> Collector:
+        """Take over."""
+        global _paused
+        if not self._enabled or not gc.isenabled():
+            return self
+        gc.collect()
+        if not gc.get_freeze_count():
+            gc.freeze()
+            self._froze = True
+        _enable_in_children()
+        gc.disable()
+        self._active = _paused = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give back."""
+        global _paused
+        if self._active:
+            gc.enable()
+            self._active = _paused = False
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
+
+    @contextlib.contextmanager
+    def at_leisure(self) -> Iterator[None]:
+        """Python's own schedule inside this context: something long that has no steps."""
+        if self._active:
+            gc.enable()
+        try:
+            yield
+        finally:
+            if self._active:
+                gc.disable()
+
+    def before_step(self, number: int) -> None:
+        """Collect if it is time to; called before every step."""
+        if number < self._next or not self._active:
+            return
+        before = self._held_bytes() if self._held_bytes is not None else 0
+        gc.collect(2 if number % FULL_EVERY_STEPS == 0 else 1)
+        if self._held_bytes is not None and self._budget_bytes:
+            self._adapt(number - self._last, before - self._held_bytes())
+        self._last = number
+        self._next = _next_moment(number, self._every)
+
+    def _adapt(self, steps: int, freed_bytes: int) -> None:
+        """Collect more often where garbage holds memory."""
+        if self._last and freed_bytes > 0:
+            fitting = max(1, steps * self._budget_bytes // freed_bytes)
+            if fitting < self._every:
+                self._every = fitting
+                self.note = (
+                    f"objects that refer to each other held {freed_bytes / 2**20 / steps:,.0f} MiB more with every "
+                    f"step: garbage is collected every {fitting} steps (break the cycles to save that)"
+                )
+
+
+def _next_moment(number: int, every: int) -> int:
+    """Every k-th step; before the first of those at 1, 2, 4, ..., to see early how much garbage there is."""
+    regular = (number // every + 1) * every
+    return min(regular, number * 2) if number < every else regular
+
+
+def _enable_in_children() -> None:
+    """Loader workers that fork off meanwhile have no steps: their collector is on, as usual."""
+    global _watches_forks
+    if not _watches_forks and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_enable_in_child)
+        _watches_forks = True
+
+
+def _enable_in_child() -> None:
+    global _paused
+    if _paused:
+        _paused = False
+        gc.enable()

@@ -49,6 +49,7 @@ class TrainingLoop:
         validate: Callable[[], Evaluation] | None,
         sum_over_ranks: Callable[[list[float]], list[float]],
         ranks: RankWatch | None = None,
+        before_step: Callable[[int], None] | None = None,
     ) -> None:
         self._step = step
         self._source = source
@@ -62,6 +63,7 @@ class TrainingLoop:
         self._validate = validate
         self._sum_over_ranks = sum_over_ranks
         self._ranks = ranks
+        self._before_step = before_step
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -103,7 +105,7 @@ class TrainingLoop:
         """The rest of an epoch; the reason to stop, if somebody gave one."""
         progress, clock, ranks = self.progress, self._clock, self._ranks
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
-        stop_before = self._agreement.stop_before
+        stop_before, before_step = self._agreement.stop_before, self._before_step
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         group = update.optimizer.param_groups[0]
@@ -113,6 +115,8 @@ class TrainingLoop:
         fresh = True
         while not self._out_of_steps():
             number = progress.step + 1
+            if before_step is not None:
+                before_step(number)
             reason = stop_before(number)
             if reason is not None:
                 return reason

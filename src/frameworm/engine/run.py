@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from frameworm.engine.checkpoint import check_same_model, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.optimizers import build_optimizer
+from frameworm.engine.out_of_memory import planned_advice
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule, Schedule
 from frameworm.engine.trainer import Trainer
@@ -118,6 +120,8 @@ def run(
         callbacks=callbacks,
         run_dir=out,
     )
+    device = look_at_machine(config).device
+    trainer.advise = functools.partial(planned_advice, config, process.world_size, device)
     return trainer.train(
         build_loader(config, workload, workload.train_data, evaluation=False),
         None if workload.val_data is None else build_loader(config, workload, workload.val_data, evaluation=True),

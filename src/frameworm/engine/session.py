@@ -18,13 +18,15 @@ from frameworm.config.schema import Config
 from frameworm.data.steps import StepSource, close_loader
 from frameworm.engine.activations import apply_checkpointing
 from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
-from frameworm.engine.checkpoint import CheckpointStore, load_newest
+from frameworm.engine.checkpoint import load_newest, make_store
 from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
-from frameworm.engine.garbage import settled_heap
+from frameworm.engine.halving import make_halving
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
+from frameworm.engine.memory_guard import make_guard
+from frameworm.engine.out_of_memory import Advise, Explainer
 from frameworm.engine.precision import Precision, wants_channels_last
 from frameworm.engine.progress import Progress
 from frameworm.engine.schedule import AnySchedule
@@ -37,10 +39,11 @@ from frameworm.engine.summary import (
     fill_record,
     flatten_notes,
     judge_run,
+    stop_error,
     summarise_rank,
 )
 from frameworm.engine.update import Update
-from frameworm.errors import CheckpointError, TrainingInterruptedError, TrainingPreemptedError
+from frameworm.errors import CheckpointError
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import (
     all_reduce_sums,
@@ -81,6 +84,7 @@ class Job:
     open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
     callbacks: Sequence[Listener] = ()
     notes: list[str] = field(default_factory=list)
+    advise: Advise | None = None  # settings that would fit, asked when memory has run out
 
 
 class TrainingSession:
@@ -131,6 +135,7 @@ class TrainingSession:
         self._state = TrainingState(
             job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
         )
+        self._halving, halving_note = make_halving(config.memory.on_oom, step, job.batch, self._state)
         self._tally = Tally()
         self._output = job.open_output()
         try:
@@ -147,28 +152,21 @@ class TrainingSession:
         )
         folder = self._output.folder
         self._windows.write_to(None if folder is None else folder.path)
-        self._store = (
-            None
-            if folder is None
-            else CheckpointStore(
-                folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.mode == "async"
-            )
-        )
+        self._store = None if folder is None else make_store(folder.checkpoints, config.checkpoint)
         self._saved_step: int | None = None
         self._request = StopRequest()
-        agreement = StopAgreement(
-            self._request,
-            shared_store(f"session{next(_session_numbers)}"),
-            self._rank,
-            self._world_size,
-            lookahead=clock.max_steps_ahead + 1,
+        store = shared_store(f"session{next(_session_numbers)}")
+        self._agreement = StopAgreement(
+            self._request, store, self._rank, self._world_size, lookahead=clock.max_steps_ahead + 1
         )
+        self._guard = make_guard(config, job.strategy, self._request, job.model, job.optimizer)
+        self._explainer = Explainer(self._state, config, job.batch, job.advise, store)
         self._loop = TrainingLoop(
             step=step,
             source=job.train,
             clock=clock,
             events=self._events,
-            agreement=agreement,
+            agreement=self._agreement,
             state=self._state,
             limits=Limits(
                 training.epochs,
@@ -180,8 +178,9 @@ class TrainingSession:
             validate=None if job.validation is None else self._validate,
             sum_over_ranks=self._sum_over_ranks,
             ranks=self._ranks,
+            before_step=self._guard.before_step,
         )
-        self._notes = [*job.notes, update.note, capture_note, job.strategy.note]
+        self._notes = [*job.notes, update.note, capture_note, job.strategy.note, halving_note]
         self.record = RunRecord(
             name=config.name,
             status="failed",
@@ -212,11 +211,12 @@ class TrainingSession:
         output.write_config(dump_config(self._job.config))
         status = "failed"
         try:
-            with self._request, settled_heap(self._job.config.memory.enable_automatic_gc):
+            with self._request, self._guard, self._explainer():
                 self._sampler.start()
                 self._events.on_run_start(self.record)
                 with on_stream(self._stream):
-                    status = self._loop.run()
+                    self.record.stop_reason = reason = self._loop.run()
+                    status = "preempted" if reason == "memory" else reason
                     self._save()
                     if self._job.strategy.keeps_own_copy:
                         self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all
@@ -234,13 +234,13 @@ class TrainingSession:
             self._job.strategy.close()
         self._finish(status, whole=True)
         if status != "completed":
-            raise self._stopped(status)
+            raise stop_error(self.record)
         return self.record
 
     def _validate(self) -> Evaluation:
         job = self._job
         assert job.validation is not None
-        with self._compiler.uncompiled():
+        with self._compiler.uncompiled(), self._guard.at_leisure():
             return evaluate(job.model, job.validation, self._loss_function, job.precision, job.strategy)
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -329,7 +329,8 @@ class TrainingSession:
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         problem = None if self._store is None else self._store.problem
-        self._notes += self._sampler.notes
+        self._notes += [*self._sampler.notes, *self._guard.notes, *self._agreement.details]
+        self._notes += [] if self._halving is None else self._halving.notes
         writer_notes = self._output.close()
         self.record.compilation = self._compiler.record()
         if self._captured is not None:
@@ -341,10 +342,3 @@ class TrainingSession:
             judge_run(self.record, self._tally, self._job.config)
             self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         self._events.on_run_end(self.record)
-
-    def _stopped(self, status: str) -> TrainingInterruptedError | TrainingPreemptedError:
-        folder = self._output.folder
-        step = self._state.progress.step
-        where = "nothing was saved (no run folder)" if folder is None else f"saved after step {step} in {folder.path}"
-        kind = TrainingInterruptedError if status == "interrupted" else TrainingPreemptedError
-        return kind(f"{status}: {where}", self.record)

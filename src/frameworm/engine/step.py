@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from frameworm.engine.update import Update
 from frameworm.errors import ModelError
 from frameworm.observe.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from frameworm.engine.halving import Halving
 
 
 class StepResult:
@@ -60,6 +63,7 @@ class TrainStep:
         self._mark: Callable[[str], None] = clock.mark
         self._first = True
         self._after_step = strategy.after_step if strategy.acts_after_steps else None
+        self.halving: Halving | None = None
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
@@ -73,17 +77,28 @@ class TrainStep:
 
     def compute(self, batch: StepBatch) -> StepResult:
         """What the device does in a step: gradients and update, at the rates that are set."""
-        batches = batch.batches
-        if len(batches) == 1:
-            result, factor = self._only(batches[0], batch)
-        else:
-            result, factor = self._several(batch)
+        result, factor = self.gradients(batch) if self.halving is None else self.halving.gradients(self, batch)
         if self._first:
             self._strategy.check_gradients(self.model)
             self._first = False
         self.update.apply(factor)
         self._mark(OPTIMIZER)
         return result
+
+    def gradients(
+        self, batch: StepBatch, meet: Callable[[], None] | None = None
+    ) -> tuple[StepResult, torch.Tensor | None]:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            meet: Averages over the ranks in place of the strategy: before it is called no rank waits for another.
+
+        Returns:
+            The result, and what the gradients must still be multiplied with (None: nothing).
+        """
+        if len(batch.batches) == 1 and meet is None:
+            return self._only(batch.batches[0], batch)
+        return self._several(batch, meet)
 
     @contextlib.contextmanager
     def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
@@ -135,9 +150,11 @@ class TrainStep:
         self._backward(loss * _share(counted * self._world_size, total))
         return StepResult(loss.detach(), counted), None
 
-    def _several(self, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
-        """Accumulation: the gradients of all micro-batches add up, the last one synchronises."""
-        last = len(batch.batches) - 1
+    def _several(
+        self, batch: StepBatch, meet: Callable[[], None] | None = None
+    ) -> tuple[StepResult, torch.Tensor | None]:
+        """Accumulation: the gradients of all micro-batches add up, the last one synchronises, or `meet` does."""
+        last = len(batch.batches) - (1 if meet is None else 0)
         loss_sum: torch.Tensor | None = None
         counted: torch.Tensor | None = None
         for index, (micro, samples) in enumerate(zip(batch.batches, batch.samples)):
@@ -151,6 +168,9 @@ class TrainStep:
             if count is not None:
                 counted = count if counted is None else counted + count
         assert loss_sum is not None
+        if meet is not None:
+            meet()
+            self._mark(COMMUNICATION_EXPOSED)
         if counted is None:
             local = batch.local_samples
             return StepResult(loss_sum / max(local, 1), local, True), None

@@ -14,6 +14,7 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.engine.progress import Progress
+from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
 from frameworm.observe.phases import COMMUNICATION_EXPOSED
 from frameworm.observe.ranks import RankWatch
@@ -185,6 +186,18 @@ def count_parameters(model: nn.Module) -> int:
 def describe_device(device: torch.device) -> str:
     """The device as a person would name it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def stop_error(record: RunRecord) -> TrainingInterruptedError | TrainingPreemptedError:
+    """The error that says why a run ended before its time, and where it can go on."""
+    where = "nothing was saved (no run folder)"
+    if record.run_dir is not None:
+        where = f"saved after step {record.steps} in {record.run_dir}"
+    if record.stop_reason == "memory":
+        reasons = [note for note in record.notes if "max_memory_percent" in note]
+        return MemoryLimitError(f"{reasons[-1] if reasons else 'beyond memory.max_memory_percent'}; {where}", record)
+    kind = TrainingInterruptedError if record.status == "interrupted" else TrainingPreemptedError
+    return kind(f"{record.status}: {where}", record)
 
 
 def flatten_notes(*groups: Any) -> list[str]:

@@ -19,6 +19,7 @@ from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.activations import find_layers
 from frameworm.engine.folder import open_output
+from frameworm.engine.out_of_memory import Advise
 from frameworm.engine.precision import Precision, apply_backend_flags
 from frameworm.engine.randomness import seed_everything
 from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
@@ -83,6 +84,8 @@ class Trainer:
         self._callbacks = list(callbacks)
         self._run_dir = run_dir
         self._began = False
+        # How to find settings that fit when memory runs out; set by whoever has built all of this from a config.
+        self.advise: Advise | None = None
 
     @property
     def config(self) -> Config:
@@ -211,6 +214,7 @@ class Trainer:
             ),
             callbacks=self._callbacks,
             notes=[text for text in (note, val_note) if text],
+            advise=self.advise,
         )
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:

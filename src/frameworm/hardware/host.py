@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -60,6 +61,42 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
         if limit is not None and 0 < limit < _NO_LIMIT:
             limits.append(limit)
     return min(limits, default=None)
+
+
+def memory_used_bytes(processes: int = 1, root: Path = _ROOT) -> int:
+    """What counts against `memory_total_bytes`.
+
+    With a limit: what the cgroup that has it holds, all its processes together, but for files it could drop. Without:
+    this process and those it started (loader workers), as often as there are processes like it on the machine.
+
+    Args:
+        processes: Ranks on this machine.
+        root: Where /proc and /sys are found.
+    """
+    tightest: tuple[int, Path] | None = None
+    for folder in _cgroup_folders(root, "memory"):
+        limit = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
+        if limit is not None and 0 < limit < _NO_LIMIT and (tightest is None or limit < tightest[0]):
+            tightest = limit, folder
+    if tightest is not None:
+        folder = tightest[1]
+        used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes"))
+        if used is not None:
+            statistics = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            files = statistics.get("total_inactive_file") or statistics.get("inactive_file") or "0"
+            return max(used - (_number(files) or 0), 0)
+    return process_tree_bytes() * max(processes, 1)
+
+
+def process_tree_bytes() -> int:
+    """Resident memory of this process, and what its children do not share with it."""
+    own = psutil.Process()
+    total = int(own.memory_info().rss)
+    for child in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            memory = child.memory_info()
+            total += int(memory.rss - getattr(memory, "shared", 0))
+    return total
 
 
 def host_peak_bytes() -> int:

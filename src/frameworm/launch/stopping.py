@@ -1,4 +1,4 @@
-"""Stopping in good order: signals ask, and all ranks agree on one step to stop before.
+"""Stopping in good order: signals (or the watch over memory) ask, and all ranks agree on one step to stop before.
 
 A signal may reach one rank only, and ranks are a little apart in time. A rank that stopped at once would leave the
 others waiting in a collective for ever. So a rank that knows of the request posts the step it is about to run, goes on
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from frameworm.errors import StateError
 
-StopReason = Literal["interrupted", "preempted"]
+StopReason = Literal["interrupted", "preempted", "memory"]
 
 _REASONS: dict[signal.Signals, StopReason] = {
     signal.SIGINT: "interrupted",
@@ -56,13 +56,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
+        self.detail = ""
         self._interrupts = 0
         self._before: dict[signal.Signals, object] = {}
 
-    def ask(self, reason: StopReason) -> None:
-        """Ask for a stop; the first reason stays."""
+    def ask(self, reason: StopReason, detail: str = "") -> None:
+        """Ask for a stop; the first reason stays, with a sentence about it if there is one."""
         if self.reason is None:
-            self.reason = reason
+            self.reason, self.detail = reason, detail
 
     def __enter__(self) -> StopRequest:
         """Install the handlers."""
@@ -122,6 +123,12 @@ class StopAgreement:
         self._posted = False
         self._stop_step: int | None = None
         self._reason: StopReason | None = None
+        self._details: list[str] = []
+
+    @property
+    def details(self) -> list[str]:
+        """What the ranks that asked for the stop said about it; known to all ranks once they have agreed."""
+        return [text for text in ([self._request.detail] if self._store is None else self._details) if text]
 
     def stop_before(self, step: int) -> StopReason | None:
         """Say whether to stop instead of running this step; asked once before every step.
@@ -158,7 +165,7 @@ class StopAgreement:
         return store.add("posted", 0) > 0
 
     def _post(self, store: StopStore, step: int) -> None:
-        store.set(f"rank-{self._rank}", f"{step} {self._request.reason or ''}")
+        store.set(f"rank-{self._rank}", f"{step} {self._request.reason or ''} {self._request.detail}")
         # `set` returns before the value has arrived; `add` waits for its answer on the same connection. So whoever
         # gets this rank's gradients of the coming step also finds its post.
         store.add("posted", 1)
@@ -166,6 +173,8 @@ class StopAgreement:
 
     def _settle(self, store: StopStore) -> None:
         """All posts are there, so every rank computes the same step and the same reason from them."""
-        posts = [store.get(f"rank-{rank}").decode().split(" ") for rank in range(self._world_size)]
-        self._stop_step = max(int(step) for step, _ in posts) + self._lookahead
-        self._reason = "interrupted" if any(reason == "interrupted" for _, reason in posts) else "preempted"
+        posts = [store.get(f"rank-{rank}").decode().split(" ", 2) for rank in range(self._world_size)]
+        self._stop_step = max(int(step) for step, _, _ in posts) + self._lookahead
+        self._details = [detail for _, _, detail in posts]
+        reasons = {reason for _, reason, _ in posts}
+        self._reason = "interrupted" if "interrupted" in reasons else "memory" if "memory" in reasons else "preempted"

@@ -1,0 +1,137 @@
+"""What holds the memory: parameters, gradients, optimizer state, and the largest tensors that are alive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+MEBIBYTE = 2**20
+MOST_TENSORS = 5
+# So many scalars that still hold on to a graph are no coincidence.
+MANY_GRAPHS = 100
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device, or in one process, by what holds them."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer_state + self.rest
+
+    def to_dict(self) -> dict[str, int]:
+        """By holder."""
+        return asdict(self)
+
+    def in_words(self) -> str:
+        """One line."""
+        return (
+            f"parameters {mebibytes(self.parameters)}, gradients {mebibytes(self.gradients)}, optimizer state "
+            f"{mebibytes(self.optimizer_state)}, activations and the rest {mebibytes(self.rest)}"
+        )
+
+
+def mebibytes(count: float) -> str:
+    """Bytes as people read them."""
+    size = count / MEBIBYTE
+    return f"{size:,.1f} MiB" if size < 100 else f"{size:,.0f} MiB"
+
+
+def held_by(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, peak: bool = False) -> Held:
+    """What this rank holds on its device.
+
+    Args:
+        peak: Take the fullest moment so far for the total (a GPU only): what failed to fit may be gone by now.
+    """
+    parameters = list(model.parameters())
+    gradients = [item.grad for item in parameters if item.grad is not None]
+    # A sharded optimizer keeps its part in one of its own.
+    state = getattr(optimizer, "optim", optimizer).state
+    held = [
+        _bytes(group, device)
+        for group in (
+            [*parameters, *model.buffers()],
+            gradients,
+            [value for values in state.values() for value in values.values() if isinstance(value, Tensor)],
+        )
+    ]
+    if device.type == "cuda":
+        total = torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+    else:
+        total = int(psutil.Process().memory_info().rss)
+    return Held(held[0], held[1], held[2], max(total - sum(held), 0))
+
+
+def largest_tensors(device: torch.device, most: int = MOST_TENSORS) -> list[str]:
+    """The largest groups of live tensors of one shape and type, as far as Python knows them."""
+    sizes: dict[tuple[tuple[int, ...], str, bool], tuple[int, int]] = {}
+    seen: set[int] = set()
+    graphs = 0
+    for tensor in _live_tensors():
+        try:
+            storage = tensor.untyped_storage()
+            if tensor.device.type != device.type or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            key = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.grad_fn is not None
+            graphs += tensor.dim() == 0 and key[2]
+            count, total = sizes.get(key, (0, 0))
+            sizes[key] = count + 1, total + storage.nbytes()
+        except Exception:
+            continue
+    ranked = sorted(sizes.items(), key=lambda item: -item[1][1])[:most]
+    lines = [
+        f"{count} x {list(shape)} {kind}{', with a graph' if graph else ''}: {mebibytes(total)}"
+        for (shape, kind, graph), (count, total) in ranked
+    ]
+    if graphs >= MANY_GRAPHS:
+        lines.append(f"{graphs} scalars keep the graph of their step: keep loss.detach() or loss.item(), not the loss")
+    return lines
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Who holds what right now, in a few lines."""
+    held = held_by(model, optimizer, device)
+    where = "this process" if device.type == "cpu" else str(device)
+    lines = [f"{where} holds {mebibytes(held.total)}: {held.in_words()}"]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        lines.append(
+            f"allocated {mebibytes(torch.cuda.memory_allocated(device))}, reserved "
+            f"{mebibytes(torch.cuda.memory_reserved(device))}, free on the device {mebibytes(free)} of "
+            f"{mebibytes(total)}; this process on the host {mebibytes(psutil.Process().memory_info().rss)}"
+        )
+    tensors = largest_tensors(device)
+    if tensors:
+        lines += ["largest tensors made in training:", *(f"  {line}" for line in tensors)]
+    return "\n".join(lines)
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    for item in gc.get_objects():
+        # isinstance would ask objects for their class, and some objects do things when they are asked.
+        if issubclass(type(item), Tensor):
+            yield item
+
+
+def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
+    """Of distinct storages on the device; of a divided tensor, this rank's part."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        own = getattr(tensor, "_local_tensor", tensor)
+        if own.device.type == device.type:
+            storage = own.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
