@@ -45,9 +45,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
     monkeypatch.setattr(memory_guard, "memory_used_bytes", lambda processes: host.process_tree_bytes())
 
 
-def _train(
-    run_dir: Path, leak: Leak, resume: Path | None = None, **settings: Any
-) -> tuple[RunRecord, torch.Tensor]:
+def _train(run_dir: Path, leak: Leak, resume: Path | None = None, **settings: Any) -> tuple[RunRecord, torch.Tensor]:
     model = mlp()
     trainer = Trainer(
         model,
