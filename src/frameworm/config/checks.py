@@ -176,6 +176,12 @@ def _sharding(config: Config) -> Iterator[Problem]:
     if gpu.capture == "step" and strategy.startswith("zero"):
         text = f"step records one device's work and strategy {strategy} works on several; use off or auto"
         yield Problem((key("gpu.capture"), where), text)
+    if config.memory.on_oom == "halve_micro_batch" and (strategy in SHARDED or parallel.compression != "off"):
+        with_what, instead = (
+            (f"strategy {strategy}", "zero1") if strategy in SHARDED else ("compression", "compression: off")
+        )
+        text = f"a step under {with_what} cannot be taken back on all ranks; use stop, or {instead}"
+        yield Problem((key("memory.on_oom"), where if strategy in SHARDED else key("parallel.compression")), text)
     if strategy not in SHARDED:
         return
     if gpu.compile_model:

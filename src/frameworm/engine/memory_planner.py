@@ -41,13 +41,20 @@ class MemoryPlanner:
         world_size: Number of devices.
         tokens_per_sample: Mean length of the samples, for packed batches.
         tell: Is told what goes on.
+        validation: Whether the plan is for validation too.
 
     Raises:
         ConfigError: Settings that do not fit together or to this number of devices.
     """
 
     def __init__(
-        self, config: Config, world_size: int = 1, tokens_per_sample: float | None = None, tell: Tell | None = None
+        self,
+        config: Config,
+        world_size: int = 1,
+        tokens_per_sample: float | None = None,
+        tell: Tell | None = None,
+        *,
+        validation: bool = True,
     ) -> None:
         self.device: Literal["cpu", "cuda"] = "cpu" if config.gpu.device == "cpu" else "cuda"
         self.config = resolve(config, world_size=world_size, device=self.device, bf16=True)
@@ -56,6 +63,8 @@ class MemoryPlanner:
         self._asked_eval_batch = config.data.eval_batch
         self._tell = tell or _silent
         self._workload = dry_workload(self.config, tokens_per_sample)
+        if not validation:
+            self._workload.make_validation = None
         self.shapes = shapes_of(self._workload.model)
         self.notes = list(self._workload.notes)
         if self.config.gpu.compile_model:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
@@ -29,6 +28,7 @@ from frameworm.engine.step import TrainStep
 from frameworm.engine.update import Update
 from frameworm.errors import OutOfMemoryError, TrainingFailedError
 from frameworm.launch.failures import is_consequence
+from frameworm.launch.stores import Store
 from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, VALIDATION
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.schema import Batch
@@ -38,13 +38,15 @@ ADVICE_WITHIN_S = 12.0
 _MOST_ADVICE = 3
 # A plan said that it would fit, and it did not: what is proposed must take less than that by this much.
 _MARGIN = 0.95
+_SHARES = (1.0, 0.8, 0.6)
 _TOLD = "out_of_memory"
 _ADVICE = "out_of_memory_advice"
 
 _HOST_SIGNS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
-Advise = Callable[[], list[str]]
+# From the phase that failed to the settings that would fit, cheapest first.
+Advise = Callable[[str | None], list[str]]
 
 
 def memory_that_ran_out(error: BaseException) -> str | None:
@@ -173,12 +175,12 @@ class Explainer:
             lines.append(f"it held {mebibytes(holdings.total)}: {holdings.in_words()}")
         advice: list[str] = []
         with contextlib.suppress(Exception):
-            advice = self._advice()
+            advice = self._advice(place.phase)
         if advice:
             lines += ["what would fit, by the plan of `frameworm memory`, cheapest first:", *_numbered(advice)]
         else:
             with contextlib.suppress(Exception):
-                advice = general_advice(self._state.model, self._config, self._batch, strategy)
+                advice = general_advice(self._state.model, self._config, self._batch, strategy, place.phase)
                 lines += ["what takes less (not planned for this model), cheapest first:", *_numbered(advice)]
         if self._config.memory.on_oom == "stop" and place.phase in (FORWARD, BACKWARD):
             lines.append("memory.on_oom: halve_micro_batch goes on by itself, with the same global batch")
@@ -186,45 +188,53 @@ class Explainer:
             "\n".join(lines), rank=strategy.rank, step=step, phase=place.phase, held=held, advice=advice
         )
 
-    def _advice(self) -> list[str]:
+    def _advice(self, phase: str | None) -> list[str]:
         """Planned once for all ranks: where all run out at the same moment, the first plans and the others wait."""
         if self._advise is None:
             return []
         if self._store is None:
-            return _within(self._advise, ADVICE_WITHIN_S)
+            return _within(self._advise, phase, ADVICE_WITHIN_S)
         if self._store.add(f"{_ADVICE}_asked", 1) > 1:
             self._store.wait([_ADVICE], timedelta(seconds=ADVICE_WITHIN_S + 1))
             return [line for line in self._store.get(_ADVICE).decode().split("\n") if line]
         advice: list[str] = []
         try:
-            advice = _within(self._advise, ADVICE_WITHIN_S)
+            advice = _within(self._advise, phase, ADVICE_WITHIN_S)
         finally:
             self._store.set(_ADVICE, "\n".join(advice))
         return advice
 
 
-def planned_advice(config: Config, world_size: int, device: Literal["cpu", "cuda"]) -> list[str]:
-    """The cheapest settings that fit a config's own device, with what they need and cost."""
+def planned_advice(config: Config, world_size: int, device: Literal["cpu", "cuda"], phase: str | None) -> list[str]:
+    """The cheapest settings that fit a resolved config's own device, with what they need and cost."""
     from frameworm.engine.memory_planner import MemoryPlanner, detect_memory
 
+    if phase == VALIDATION and isinstance(config.data.eval_batch, int) and config.data.eval_batch > 1:
+        return [f"batches of half the size in validation (--set data.eval_batch={config.data.eval_batch // 2})"]
     config = config.model_copy(deep=True)
     config.gpu.device = device
-    planner = MemoryPlanner(config, world_size)
+    planner = MemoryPlanner(config, world_size, validation=False)
     plan = planner.plan()
     memory_bytes = detect_memory(planner.device)[0]
     # It did not fit, whatever the plan says: whoever else took memory is not in it.
     wanted = int(plan.total * _MARGIN)
     most = max(int(wanted / planner.memory_fraction), wanted + plan.context)
     memory_bytes = most if memory_bytes is None else min(memory_bytes, most)
-    return [
-        f"{change.words} ({' '.join(f'--set {item}' for item in change.overrides)}): "
-        f"{mebibytes(change.plan.total)} instead of {mebibytes(plan.total)}; {change.cost}"
-        for change in planner.changes(memory_bytes, _MOST_ADVICE)
-    ]
+    found: dict[str, str] = {}
+    for share in _SHARES:  # where there are few kinds of change, stronger ones of the same kind
+        for change in planner.changes(int(memory_bytes * share), _MOST_ADVICE):
+            settings = " ".join(f"--set {item}" for item in change.overrides)
+            need = f"{mebibytes(change.plan.total)} instead of {mebibytes(plan.total)}"
+            found.setdefault(change.words, f"{change.words} ({settings}): {need}; {change.cost}")
+        if len(found) >= _MOST_ADVICE:
+            break
+    return list(found.values())[:_MOST_ADVICE]
 
 
-def general_advice(model: nn.Module, config: Config, batch: Batch, strategy: Strategy) -> list[str]:
+def general_advice(model: nn.Module, config: Config, batch: Batch, strategy: Strategy, phase: str | None) -> list[str]:
     """What takes less memory where no plan can be made; nothing that is in force already."""
+    if phase == VALIDATION:
+        return ["smaller batches in the validation loader"]
     advice: list[str] = []
     if batch.micro is None or batch.micro > 1:
         size = "a smaller batch" if batch.micro is None else f"batch size {batch.micro // 2}"
@@ -241,13 +251,13 @@ def general_advice(model: nn.Module, config: Config, batch: Batch, strategy: Str
     return advice[:_MOST_ADVICE]
 
 
-def _within(advise: Advise, limit_s: float) -> list[str]:
+def _within(advise: Advise, phase: str | None, limit_s: float) -> list[str]:
     """The advice if it comes in time; the thread is left to itself otherwise, for the process is about to end."""
     found: list[str] = []
 
     def work() -> None:
         with contextlib.suppress(BaseException):
-            found.extend(advise())
+            found.extend(advise(phase))
 
     thread = threading.Thread(target=work, name="memory_advice", daemon=True)
     thread.start()
