@@ -265,3 +265,43 @@ def test_two_ranks_stop_together_where_one_cannot_halve(run_ranks: Any) -> None:
     first, second = run_ranks(_cannot_halve)
     assert "rank 1 ran out of" in first
     assert "rank 1 ran out of GPU memory in step 1" in second
+
+
+OWN_WORKLOAD = """
+import torch
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.ones(4), 1
+
+class Model(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Planted.")
+        return super().forward(inputs)
+
+def build(config):
+    return Model(4, 2), Numbers(), None
+"""
+
+
+@pytest.mark.slow
+def test_a_launched_run_ends_within_30_s_of_the_failure(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_WORKLOAD)
+    (tmp_path / "own.yaml").write_text(
+        "workload: own:build\ngpu: {device: cpu}\ndata: {num_workers: 0}\ntraining: {global_batch: 8}\n"
+    )
+    arguments = ("--config", "own.yaml", "--distributed", "--nproc-per-node", "2", "--out", "run")
+    ended = cli("train", *arguments, cwd=tmp_path, timeout_s=120)
+    over = time.time()
+    assert ended.returncode == 1, ended.stderr
+    assert "rank 1 ran out of GPU memory in step 3 (forward, micro-batch 1 of 1, 4 samples)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    last = json.loads((tmp_path / "run" / "steps-rank1.jsonl").read_text().splitlines()[-1])
+    assert over - last["time"] < 30

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,6 +75,8 @@ class Halving:
                     raise
                 failure = f"rank {self._strategy.rank} ran out of {kind}{place_of(error).in_words()}"
                 impossible = _largest(batch, self.pieces) <= 1 or not _can_divide(batch)
+                if not impossible:
+                    traceback.clear_frames(error.__traceback__)  # what they hold is needed to tell the others
                 if self._agrees:
                     impossible = bool(self._say(step, failed=True, impossible=impossible)[1])
                 if impossible:
