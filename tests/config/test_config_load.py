@@ -236,6 +236,15 @@ BAD_FILES = [
         "x.yaml:2: parallel.offload_optimizer: true frees a GPU's memory and gpu.device is cpu; leave it out",
     ),
     (
+        "memory: {on_oom: halve_micro_batch}\nparallel: {strategy: zero3}\n",
+        "x.yaml:1: memory.on_oom: a step under strategy zero3 cannot be taken back on all ranks; use stop, or zero1",
+    ),
+    (
+        "memory: {on_oom: halve_micro_batch}\nparallel: {strategy: ddp, compression: bf16}\n",
+        "x.yaml:1: memory.on_oom: a step under compression cannot be taken back on all ranks; use stop, or "
+        "compression: off",
+    ),
+    (
         "gpu: {mixed_precision: fp16}\nparallel: {strategy: zero3, offload_optimizer: true}\n",
         "x.yaml:2: parallel.offload_optimizer: the loss scale of fp16 lives on the GPU and gradients would not; use "
         "bf16",
