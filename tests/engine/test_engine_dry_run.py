@@ -21,6 +21,7 @@ from frameworm.engine.memory_planner import MemoryPlanner, detect_memory
 from frameworm.errors import ConfigError, ModelError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
+from frameworm.parallel.units import find_units
 from frameworm.scaling.memory_model import StepMemory
 
 Make = Callable[[int], dict[str, torch.Tensor]]
@@ -290,6 +291,48 @@ def test_shapes_by_layer() -> None:
     assert frozen.fixed_bytes == 4 * (8 * 14 * 14 * 32 + 32) + 4 * 16 + 8
 
 
+def test_layers_in_half_precision_need_no_copies_of_their_weights() -> None:
+    model, make = gpt()
+    by_autocast, half = (
+        DryRun(model, make, device="cuda", precision="bf16", half_layers=item).step(8) for item in (False, True)
+    )
+    matrices = 2 * sum(item.numel() for layer in layers_of(model) for item in layer.parameters() if item.ndim == 2)
+    saved = by_autocast.repeat.weight_copies - half.repeat.weight_copies
+    assert matrices <= saved < 1.05 * matrices
+    assert half.repeat.weight_copies > 0, "the head, outside of all layers, is left to autocast"
+    assert half.kept - by_autocast.kept < -0.9 * saved, "the stream between layers is no larger than before"
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_half_layers_are_as_fully_shard_calls_them() -> None:
+    """What sharded layers keep for backward, held against real tensors in the same types."""
+    model, make = gpt()
+    planned = DryRun(model, make, device="cpu", precision="bf16", half_layers=True).step(6)
+    for unit in find_units(model):
+        unit.to(torch.bfloat16)
+        unit.register_forward_pre_hook(lambda _, args: tuple(item.to(torch.bfloat16) for item in args))
+    batch, loss_function = make(6), LossFunction(model)
+    model.train()
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_function(model, batch).loss
+
+    assert planned.kept == pytest.approx(really_kept(model, loss, batch), rel=0.03)
+
+
+@pytest.mark.slow
+def test_planner_runs_sharded_strategies_with_half_layers() -> None:
+    told: list[str] = []
+    settings = config(gpu={"mixed_precision": "bf16"}, training={"micro_batch": 64, "global_batch": 256})
+    planner = MemoryPlanner(settings, world_size=4, tell=told.append)
+    plans = {plan.setting.strategy: plan for plan in planner.report().strategies}
+    steps = [planner.profile(plans[name].setting).at(64) for name in ("ddp", "zero1", "zero2", "zero3")]
+    assert [step == steps[0] for step in steps] == [True, True, False, False]
+    assert steps[2].kept < steps[0].kept
+    assert sum("half precision" in text for text in told) == 2, "two points of a line, for both strategies"
+
+
 def config(**settings: Any) -> Config:
     sizes = {"d_model": 32, "n_heads": 4, "num_layers": 2, "max_seq_len": 32}
     return Config.model_validate({"model": sizes, **settings})
@@ -343,7 +386,7 @@ def test_own_workload(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     planner = MemoryPlanner(settings)
     assert planner.checkpointing == ("off",)
-    per_sample = planner.profile("off").per_sample_bytes
+    per_sample = planner.profile(planner.setting).per_sample_bytes
     assert per_sample == pytest.approx(256 * 4 + 3 * 4, rel=0.2)
     assert planner.plan().parameters == 4 * (17 * 256 + 257 * 3)
     assert dry_workload(planner.config).make_batch(5)[0].shape == (5, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -26,7 +27,8 @@ from frameworm.scaling.memory_shapes import ModelShapes, largest_partition
 
 GB = 1e9
 MODEL = ModelShapes((((1000, 100), (100,)), ((1000, 100), (100,)), ((5000, 100),)), fixed_bytes=4096)
-WHOLE = 4 * (2 * 100_100 + 500_000)
+LAYER = 4 * 100_100
+WHOLE = 2 * LAYER + 4 * 500_000
 
 
 def step(micro_batch: int) -> StepMemory:
@@ -121,15 +123,57 @@ def test_sharded_strategies_hold_shards_and_what_is_gathered() -> None:
     assert zero2.communication - zero3.communication == 0, "a root this large makes both gather everything"
     deep = ModelShapes((*(((100, 100),),) * 20, ((10, 100),)))
     two, three = (
-        plan_step(deep, replace(CPU, strategy=name, world_size=4), step(4))  # type: ignore[arg-type]
+        plan_step(deep, replace(CPU, strategy=name, world_size=4), step(400))  # type: ignore[arg-type]
         for name in ("zero2", "zero3")
     )
     assert two.communication - three.communication == 4 * 18 * 100 * 100
 
 
 def test_accumulation_keeps_unreduced_gradients_under_sharding() -> None:
-    once, often = (planned(replace(CPU, strategy="zero3", world_size=4, accumulation=n)) for n in (1, 2))
-    assert often.gradients - once.gradients == WHOLE - 4 * 500_000
+    large = replace(CPU, strategy="zero3", world_size=4, micro_batch=4000)
+    once, often = (planned(replace(large, accumulation=n)) for n in (1, 2))
+    assert once.gradients == LAYER + 200 / 4, "one layer's, and what is reduced by then is divided"
+    assert often.gradients == WHOLE
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_layers_are_gathered_in_half_precision(strategy: Literal["zero2", "zero3"]) -> None:
+    full = replace(CPU, strategy=strategy, world_size=4, micro_batch=4000)
+    half = replace(full, precision="bf16")
+    assert (half.half_layers, full.half_layers, replace(half, strategy="zero1").half_layers) == (True, False, False)
+    one, other = planned(full), planned(half)
+    assert one.moment == other.moment == "forward_backward"
+    # Two layers, and the buffer that one arrives in, at half the size; the root and the buffer that gradients leave in
+    # are as before, and so is all that lies in shards.
+    assert one.communication == 4 * 500_000 + 2 * LAYER + LAYER + LAYER
+    assert other.communication == 4 * 500_000 + LAYER + LAYER / 2 + LAYER
+    assert (one.parameters, one.optimizer) == (other.parameters, other.optimizer)
+    waiting = planned(replace(half, accumulation=2))
+    assert waiting.gradients == WHOLE + LAYER / 2, "those that wait are in float32, the newest layer's are not yet"
+
+
+def test_offloading_leaves_nothing_in_shards_on_the_device() -> None:
+    here = replace(CPU, strategy="zero3", world_size=4, micro_batch=4000)
+    plan, away = planned(here), planned(replace(here, offload_optimizer=True))
+    assert (away.parameters, away.optimizer) == (4096, 0)
+    assert (away.gradients, plan.gradients) == (LAYER, LAYER + 50)
+    assert away.communication == plan.communication
+    small = planned(replace(here, micro_batch=1, offload_optimizer=True))
+    assert (small.moment, small.gradients) == ("reduction", 4 * 500_000)
+
+
+def test_one_device_that_shards_holds_a_copy_and_sends_nothing() -> None:
+    alone = replace(CPU, strategy="zero3", micro_batch=4000)
+    plan = planned(alone)
+    assert plan.parameters == WHOLE + 4096
+    assert plan.communication == 4 * 500_000 + 2 * LAYER
+    assert planned(replace(alone, offload_optimizer=True)).allocated < planned(replace(CPU, micro_batch=4000)).allocated
+
+
+def test_a_model_without_layers_is_one_unit() -> None:
+    shapes = ModelShapes((((1000, 100),),))
+    plan = plan_step(shapes, replace(CPU, strategy="zero3", world_size=4, precision="bf16"), step(4000))
+    assert plan.communication == 400_000, "outside of layers nothing is gathered in bf16"
 
 
 def test_buckets_that_are_copies_and_residuals_cost_a_gradient_each() -> None:

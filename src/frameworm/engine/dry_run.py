@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from frameworm.engine import activations
 from frameworm.engine.dry_device import hidden_workspace, pretended_device, replaced
 from frameworm.engine.loss import LossFunction
 from frameworm.errors import ConfigError, ModelError
+from frameworm.parallel.units import find_units
 from frameworm.scaling.memory_model import CheckpointingName, Peak, StepMemory
 from frameworm.scaling.memory_shapes import ModelShapes, block
 
@@ -123,6 +124,8 @@ class DryRun:
         compiled: The model will be compiled: what is cheap is then recomputed instead of kept. An estimate, since the
             compiler is not run.
         flash_attention: False keeps attention off the flash kernels.
+        half_layers: Layers have their parameters in half precision and are given inputs in it, as zero2 and zero3
+            gather and call them; only what lies outside of them is left to autocast.
         make_validation: The same for validation batches; None: like training batches.
 
     Raises:
@@ -141,6 +144,7 @@ class DryRun:
         checkpoint_modules: list[str] | None = None,
         compiled: bool = False,
         flash_attention: bool = True,
+        half_layers: bool = False,
         make_validation: Callable[[int], Any] | None = None,
     ) -> None:
         self.device = device
@@ -151,8 +155,9 @@ class DryRun:
         self._dtype = _DTYPES.get(precision)
         self._flash = flash_attention
         self._kept = activations._KEPT
+        units = find_units(model) if half_layers and self._dtype is not None else []
         with self._mode:
-            self.model = fake_copy(model)
+            self.model = fake_copy(model, self._dtype, units)
         if compiled and checkpointing == "off":
             self._kept |= _OPAQUE
             with contextlib.suppress(ConfigError):  # a model that does not name its layers counts as not compiled
@@ -262,7 +267,7 @@ class DryRun:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, as they are sharded one by one: the entries of its ModuleLists."""
+    """The repeated blocks of a model: the entries of its ModuleLists."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -273,27 +278,41 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shapes_of(model: nn.Module) -> ModelShapes:
-    """The sizes of a model's parameters and buffers, by layer."""
+    """The sizes of a model's parameters and buffers, by the unit that zero2 and zero3 gather."""
     seen: set[Tensor] = set()
     units = []
-    for part in [*layers_of(model), model]:
+    for part in [*find_units(model), model]:
         own = [item for item in part.parameters() if item.requires_grad and item not in seen]
         seen.update(own)
         units.append(tuple(tuple(item.shape) for item in own))
     fixed = [*model.buffers(), *(item for item in model.parameters() if not item.requires_grad)]
     width = max((item.element_size() for item in model.parameters() if item.requires_grad), default=4)
-    return ModelShapes(tuple(unit for unit in units if unit), sum(_nbytes(item) for item in fixed), width)
+    layers = tuple(unit for unit in units[:-1] if unit)
+    return ModelShapes((*layers, units[-1]), sum(_nbytes(item) for item in fixed), width)
 
 
-def fake_copy(model: nn.Module) -> nn.Module:
-    """The same module without values; to be called inside of a fake mode."""
+def fake_copy(model: nn.Module, dtype: torch.dtype | None = None, units: Sequence[nn.Module] = ()) -> nn.Module:
+    """The same module without values, its units in another type; to be called inside of a fake mode."""
     memo: dict[int, Any] = {}
+    changed = {id(parameter) for unit in units for parameter in unit.parameters()}
     for parameter in model.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        empty = torch.empty(parameter.shape, dtype=dtype if id(parameter) in changed else parameter.dtype)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(model, memo)
+    result = copy.deepcopy(model, memo)
+    for unit in units:
+        memo[id(unit)].register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+    return result
+
+
+def _cast_inputs(dtype: torch.dtype | None, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What fully_shard does before a unit with a type of its own is called."""
+
+    def cast(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:

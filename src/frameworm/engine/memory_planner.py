@@ -31,6 +31,7 @@ _REFINEMENTS = 3
 _NO_RESIDUALS = ("off", "fp16", "bf16")
 
 Tell = Callable[[str], None]
+_Kind = tuple[CheckpointingName, bool]  # of dry run: checkpointing, and whether layers are in half precision
 
 
 class MemoryPlanner:
@@ -71,8 +72,8 @@ class MemoryPlanner:
             self.notes.append("compiled models are estimated: the compiler decides what it keeps")
         if self.config.gpu.capture != "off":
             self.notes.append("a captured step keeps its memory: what is free in between serves nobody else")
-        self._runs: dict[CheckpointingName, DryRun] = {}
-        self._profiles: dict[CheckpointingName, ActivationProfile] = {}
+        self._runs: dict[_Kind, DryRun] = {}
+        self._profiles: dict[_Kind, ActivationProfile] = {}
         self.setting = self._setting(world_size)
 
     @property
@@ -87,21 +88,22 @@ class MemoryPlanner:
     def plan(self, setting: Setting | None = None) -> MemoryPlan:
         """The plan of a setting, from a dry run of its very micro-batch."""
         setting = setting or self.setting
-        self._run_at(setting.checkpointing, setting.micro_batch)
+        self._run_at(_kind(setting), setting.micro_batch)
         return self.estimate(setting)
 
     def estimate(self, setting: Setting) -> MemoryPlan:
         """The plan of a setting, from the dry runs at hand."""
-        return plan_step(self.shapes, setting, self.profile(setting.checkpointing).at(setting.micro_batch))
+        return plan_step(self.shapes, setting, self.profile(setting).at(setting.micro_batch))
 
-    def profile(self, checkpointing: CheckpointingName) -> ActivationProfile:
+    def profile(self, setting: Setting) -> ActivationProfile:
         """Dry runs of the config's micro-batch and of one twice as large."""
-        known = self._profiles.get(checkpointing)
+        kind = _kind(setting)
+        known = self._profiles.get(kind)
         if known is None or len(known.points) < 2:
             size = self.setting.micro_batch
             for micro_batch in (size, 2 * size):
-                self._run_at(checkpointing, micro_batch)
-        return self._profiles[checkpointing]
+                self._run_at(kind, micro_batch)
+        return self._profiles[kind]
 
     def largest(
         self, setting: Setting, memory_bytes: int, memory_fraction: float, refinements: int = _REFINEMENTS
@@ -110,7 +112,7 @@ class MemoryPlanner:
         size = largest_micro_batch(setting, memory_bytes, memory_fraction, self.estimate)
         for _ in range(refinements):
             tried = max(size, 1)
-            self._run_at(setting.checkpointing, tried)
+            self._run_at(_kind(setting), tried)
             size = largest_micro_batch(setting, memory_bytes, memory_fraction, self.estimate)
             if size in (0, tried):
                 break
@@ -137,7 +139,7 @@ class MemoryPlanner:
             largest = largest_by[setting.checkpointing]
             if not plan.fits(memory_bytes, fraction):
                 changes = self.changes(memory_bytes)
-        profile = self.profile(setting.checkpointing)
+        profile = self.profile(setting)
         return MemoryReport(
             name=self.config.name,
             parameters=self.shapes.parameters,
@@ -159,7 +161,7 @@ class MemoryPlanner:
         fraction = self.memory_fraction
 
         def plan_for(setting: Setting) -> MemoryPlan:
-            self._run_at(setting.checkpointing, 1)  # the other end of the line
+            self._run_at(_kind(setting), 1)  # the other end of the line
             plan = self.estimate(setting)
             return self.plan(setting) if plan.fits(memory_bytes, fraction) else plan
 
@@ -173,30 +175,32 @@ class MemoryPlanner:
     def _strategies(self) -> tuple[StrategyName, ...]:
         return ("single",) if self.setting.world_size == 1 else ("ddp", "zero1", "zero2", "zero3")
 
-    def _run_at(self, checkpointing: CheckpointingName, micro_batch: int) -> None:
-        profile = self._profiles.setdefault(checkpointing, ActivationProfile(()))
+    def _run_at(self, kind: _Kind, micro_batch: int) -> None:
+        profile = self._profiles.setdefault(kind, ActivationProfile(()))
         if any(point.micro_batch == micro_batch for point in profile.points):
             return
-        self._tell(f"dry run: micro-batch {micro_batch}, checkpointing {checkpointing}")
-        step = self._dry_run(checkpointing).step(micro_batch, self._validation_batch(micro_batch))
-        self._profiles[checkpointing] = profile.with_point(step)
+        layers = ", layers in half precision" if kind[1] else ""
+        self._tell(f"dry run: micro-batch {micro_batch}, checkpointing {kind[0]}{layers}")
+        step = self._dry_run(kind).step(micro_batch, self._validation_batch(micro_batch))
+        self._profiles[kind] = profile.with_point(step)
 
-    def _dry_run(self, checkpointing: CheckpointingName) -> DryRun:
-        if checkpointing not in self._runs:
+    def _dry_run(self, kind: _Kind) -> DryRun:
+        if kind not in self._runs:
             gpu, work = self.config.gpu, self._workload
-            self._runs[checkpointing] = DryRun(
+            self._runs[kind] = DryRun(
                 work.model,
                 work.make_batch,
                 work.loss_fn,
                 make_validation=work.make_validation,
                 device=self.device,
                 precision=gpu.mixed_precision,
-                checkpointing=checkpointing,
+                checkpointing=kind[0],
+                half_layers=kind[1],
                 checkpoint_modules=self.config.memory.checkpoint_modules,
                 compiled=gpu.compile_model,
                 flash_attention=gpu.use_flash_attention is not False,
             )
-        return self._runs[checkpointing]
+        return self._runs[kind]
 
     def _validation_batch(self, micro_batch: int) -> int | None:
         """As `resolve` decides it for a micro-batch."""
@@ -238,6 +242,10 @@ def detect_memory(device: str) -> tuple[int | None, str | None]:
         return None, None
     properties = torch.cuda.get_device_properties(0)
     return int(properties.total_memory), str(properties.name)
+
+
+def _kind(setting: Setting) -> _Kind:
+    return setting.checkpointing, setting.half_layers
 
 
 def _silent(_text: str) -> None:

@@ -23,6 +23,7 @@ MIB = 2**20
 LIBRARY_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 # Outside of torch's count: the driver's context, kernels, communication libraries.
 CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 0}
+HALF_BYTES = 2  # of a number in bf16 and fp16
 # Blocks that are free but too small for what is asked next, as a share of what comes and goes within a step.
 FRAGMENTATION = {"cuda": 0.05, "cpu": 0.0}
 
@@ -133,6 +134,16 @@ class Setting:
     device: str = "cuda"
 
     @property
+    def sharded(self) -> bool:
+        """Whether parameters are divided, gathered unit by unit (FSDP2); with one device they are still copied."""
+        return self.strategy in ("zero2", "zero3")
+
+    @property
+    def half_layers(self) -> bool:
+        """Whether layers get their parameters and inputs in half precision instead of leaving that to autocast."""
+        return self.sharded and self.precision != "off"
+
+    @property
     def state_copies(self) -> int:
         """Tensors of a parameter's size that the optimizer keeps."""
         if self.optimizer == "sgd":
@@ -145,7 +156,8 @@ class MemoryPlan:
     """Bytes of one device at the moment of a step that needs most; they add up to `allocated`.
 
     Attributes:
-        moment: forward_backward, optimizer, rebuild (DDP orders its buckets anew after the first step) or validation.
+        moment: forward_backward, reduction (of the last gradients, under zero2 and zero3), optimizer, rebuild (DDP
+            orders its buckets anew after the first step) or validation.
         communication: Buckets beside the gradients, gathered parameters, buffers of collectives.
         allocator: Free blocks that cannot be used, estimated.
         context: Outside of torch's count: driver, kernels, communication library.
@@ -221,18 +233,19 @@ def plan_step(model: ModelShapes, setting: Setting, step: StepMemory) -> MemoryP
     Args:
         model: Sizes of the parameters.
         setting: How it is trained; `micro_batch` is what `step` was made for.
-        step: A dry run on one device, which every strategy's activations are taken from.
+        step: A dry run on one device, with layers in half precision where `setting.half_layers`.
     """
-    device, world_size = setting.device, setting.world_size
+    device, world_size, sharded = setting.device, setting.world_size, setting.sharded
     whole = model.whole_bytes(device)
-    sharded = setting.strategy in ("zero2", "zero3") and world_size > 1
-    held = model.shard_bytes(world_size, device) if sharded else whole
-    state = 0 if setting.offload_optimizer else _optimizer_bytes(model, setting, held)
+    shard = model.shard_bytes(world_size, device) if sharded else whole
+    # Offloading keeps a rank's part of parameters, gradients and state in host memory, and updates there.
+    held = 0 if sharded and setting.offload_optimizer else shard
+    state = _optimizer_bytes(model, setting, held) if held else 0
     # Without a fused kernel the update holds one more tensor per parameter, all at a time.
     update_space = 0 if setting.fused else (state // setting.state_copies if setting.state_copies else 0)
-    moments = _sharded_moments(model, setting, step, held) if sharded else _whole_moments(setting, step, whole)
+    moments = _sharded_moments(model, setting, step, shard) if sharded else _whole_moments(setting, step, whole)
     kept_aside = 0 if sharded or setting.strategy == "single" else _beside_gradients(setting, whole)
-    moments.append(_Moment("optimizer", held if sharded else whole, kept_aside, workspace=update_space))
+    moments.append(_Moment("optimizer", held, kept_aside, workspace=update_space))
     if step.validation:
         buckets = 0 if sharded or setting.strategy == "single" else whole
         gathered = _gathered_bytes(model, setting) if sharded else kept_aside
@@ -271,22 +284,42 @@ def _whole_moments(setting: Setting, step: StepMemory, whole: int) -> list[_Mome
 
 
 def _sharded_moments(model: ModelShapes, setting: Setting, step: StepMemory, shard: int) -> list[_Moment]:
-    """FSDP2: shards between steps, whole units while they are used."""
-    units = model.unit_bytes()
-    # The buffer that arrives, and the one that a unit's gradients leave in; their shard is counted with the gradients.
-    buffers = 2 * max(units)
-    unreduced = sum(units) if setting.accumulation > 1 else max(units)
-    gathered = _gathered_bytes(model, setting)
-    return [_Moment("forward_backward", shard + unreduced, gathered + buffers, step.repeat)]
+    """FSDP2: shards between steps, whole units while they are used; reduced in the parameters' own type."""
+    *layers, root = model.unit_bytes()
+    own, gathered = max(layers, default=0), max(_gathered_units(model, setting)[:-1], default=0)
+    alone = setting.world_size == 1  # parameters are copied, gradients are what they are: nothing travels
+    # One buffer arrives while gradients leave in another; both belong to layers, since the root's come first and last.
+    buffers = 0 if alone else gathered + own
+    around = _gathered_bytes(model, setting) + buffers
+    if setting.accumulation > 1:
+        # Unreduced gradients of all units wait in their own type; shards of them take their place one by one.
+        waiting = root + sum(layers) + (gathered if setting.half_layers else 0)
+        passes = [_Moment("forward_backward", waiting, around, step.repeat)]
+    else:
+        on_device = 0.0 if setting.offload_optimizer else 1 / setting.world_size
+        reduced = step.fresh.gradients * on_device * (model.element_bytes / HALF_BYTES if setting.half_layers else 1)
+        under_way = gathered or root
+        passes = [
+            _Moment("forward_backward", under_way, around, step.repeat),
+            _Moment("forward_backward", under_way + reduced, around, replace(step.fresh, gradients=0)),
+        ]
+    # The root's gradients are whole only when backward has come to its end, and leave last.
+    left = (0 if setting.offload_optimizer else shard) + root
+    return [*passes, _Moment("reduction", left, root * (1 if alone else 2))]
+
+
+def _gathered_units(model: ModelShapes, setting: Setting) -> list[int]:
+    """Size of each unit as it is gathered: layers in the type they compute in, all else in its own."""
+    return model.unit_bytes(HALF_BYTES if setting.half_layers else None)
 
 
 def _gathered_bytes(model: ModelShapes, setting: Setting) -> int:
     """Whole parameters that lie beside the shards."""
-    units = model.unit_bytes()
+    *layers, root = _gathered_units(model, setting)
     if setting.strategy == "zero2":
-        return sum(units)
+        return root + sum(layers)
     # The unit in use and the one that is fetched meanwhile; the root's stays for the head and its backward.
-    return min(sum(units), units[-1] + 2 * max(units[:-1] or units))
+    return root + min(sum(layers), 2 * max(layers, default=0))
 
 
 def _beside_gradients(setting: Setting, whole: int) -> int:

@@ -15,8 +15,8 @@ class ModelShapes:
     """The tensors of a model, as far as their sizes matter.
 
     Attributes:
-        units: Shapes of the trainable parameters, by the unit that FSDP gathers at once: the layers, then all else.
-            A shared parameter is there once.
+        units: Shapes of the trainable parameters, by the unit that FSDP gathers at once: the layers, then all else,
+            which is there even if it is empty. A shared parameter is there once.
         fixed_bytes: Frozen parameters and buffers, whole on every device under every strategy.
         element_bytes: Of a parameter.
     """
@@ -52,9 +52,14 @@ class ModelShapes:
             total += block(-(-rows // world_size) * math.prod(shape[1:]) * self.element_bytes, device)
         return total
 
-    def unit_bytes(self) -> list[int]:
-        """Size of each unit when gathered."""
-        return [sum(math.prod(shape) for shape in unit) * self.element_bytes for unit in self.units]
+    def unit_bytes(self, layer_element_bytes: int | None = None) -> list[int]:
+        """Size of each unit when whole.
+
+        Args:
+            layer_element_bytes: Of a parameter in a layer, where layers are gathered in another type.
+        """
+        widths = [layer_element_bytes or self.element_bytes] * (len(self.units) - 1) + [self.element_bytes]
+        return [sum(math.prod(shape) for shape in unit) * width for unit, width in zip(self.units, widths, strict=True)]
 
 
 def block(size_bytes: int, device: str) -> int:
