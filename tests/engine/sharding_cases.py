@@ -14,6 +14,7 @@ from workbench import Sequences, Steps, classification
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
 from frameworm.models.gpt import GPT
+from frameworm.parallel.shards import whole
 from frameworm.records.schema import RunRecord
 
 WORLD = 2
@@ -82,8 +83,8 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     matrices = [item for item in model.parameters() if item.ndim > 1]
     vectors = [item for item in model.parameters() if item.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if kind in ("sgd", "fused_sgd"):
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=kind == "fused_sgd")
     if kind == "adagrad":
         return torch.optim.Adagrad(groups, lr=0.05)
     return torch.optim.AdamW(groups, lr=0.01, fused=kind == "fused")
@@ -91,10 +92,12 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Everything the model holds, whole; all ranks must call it."""
-    return {
-        name: (item.full_tensor() if isinstance(item, DTensor) else item).detach().clone()
-        for name, item in model.state_dict().items()
-    }
+
+    def full(item: torch.Tensor) -> torch.Tensor:
+        # Shards that wait in host memory are sent from the device that the ranks meet on.
+        return whole(item, torch.device(item.device_mesh.device_type)) if isinstance(item, DTensor) else item
+
+    return {name: full(item).detach().clone() for name, item in model.state_dict().items()}
 
 
 def train(
@@ -137,6 +140,18 @@ def train(
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def apart(
+    first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> tuple[float, str]:
+    """How far two trainings are apart, as a share of the way they went; and where most, in words."""
+    assert first.keys() == second.keys() == start.keys()
+    differences = {name: (first[name] - second[name]).double() for name in start}
+    way = sum(float((second[name] - start[name]).double().square().sum()) for name in start) ** 0.5
+    between = sum(float(item.square().sum()) for item in differences.values()) ** 0.5
+    largest = sorted(((float(item.abs().max()), name) for name, item in differences.items()), reverse=True)[:3]
+    return between / way, ", ".join(f"{name} by {size:.2g}" for size, name in largest)
 
 
 def perplexing(model: nn.Module, batch: Any) -> torch.Tensor:

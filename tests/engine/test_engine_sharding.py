@@ -48,7 +48,7 @@ def _against_ddp(rank: int, world_size: int, cases: list[dict[str, Any]]) -> lis
 CASES: list[list[dict[str, Any]]] = [
     [{}, {"clip_norm": 0.05}, {"accumulation": 2, "clip_norm": 0.05}],
     [{"kind": "gpt", "clip_norm": 0.05}, {"kind": "tied", "accumulation": 2, "clip_norm": 0.05}],
-    [{"kind": "buffers"}, {"optimizer": "sgd", "scheduler": True}, {"optimizer": "fused", "clip_norm": 0.05}],
+    [{"kind": "buffers"}, {"optimizer": "fused_sgd", "scheduler": True}, {"optimizer": "fused", "clip_norm": 0.05}],
     [{"optimizer": "adagrad"}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}],
 ]
 

@@ -74,7 +74,8 @@ class _Group:
 
     def __init__(self, steps: list[_Pending]) -> None:
         self.steps = steps
-        present = [scalar for step in steps for scalar in step.scalars if scalar is not None]
+        # What an update on the host gives is there already, and cannot be stacked with the device's.
+        present = [scalar for step in steps for scalar in step.scalars if scalar is not None and scalar.is_cuda]
         self.host: torch.Tensor | None = None
         if present:
             stacked = torch.stack([_plain(scalar) for scalar in present])
@@ -214,7 +215,9 @@ class CudaClock:
         values = iter(group.host.tolist() if group.host is not None else [])
         timed = []
         for step in group.steps:
-            scalars = [None if scalar is None else next(values) for scalar in step.scalars]
+            scalars = [
+                None if scalar is None else next(values) if scalar.is_cuda else float(scalar) for scalar in step.scalars
+            ]
             if step.begun_at is None:
                 step.begun_at = self._read_until_s
             step_s, phases, communication = _device_phases(step)

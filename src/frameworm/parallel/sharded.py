@@ -159,6 +159,7 @@ class ShardedStrategy(Strategy):
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(item)]] if id(item) in names else item for item in group["params"]]
         optimizer.state.clear()
+        _without_fused_sgd(optimizer)
         self._before = []
         if fresh["state"]:
             self.load_optimizer_state(root, optimizer, fresh)
@@ -259,6 +260,16 @@ def _refuse_state(optimizer: torch.optim.Optimizer, strategy: str) -> None:
             f"the optimizer has taken steps already, and strategy {strategy} divides an optimizer before its first; "
             "pass a new one (to go on with a run, resume it: the checkpoint holds the optimizer's state)"
         )
+
+
+def _without_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """torch can divide a fused Adam but not a fused SGD, which then updates by a few kernels per step instead."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in [*optimizer.param_groups, optimizer.defaults]:
+        if group.get("fused"):
+            group["fused"], group["foreach"] = False, True
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:
