@@ -269,7 +269,7 @@ def _without_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
     for group in [*optimizer.param_groups, optimizer.defaults]:
         if group.get("fused"):
             group["fused"], group["foreach"] = False, True
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            optimizer._step_supports_amp_scaling = False
 
 
 def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:

@@ -1,0 +1,122 @@
+"""Jobs in processes of their own, forked from one that has imported everything: each starts in a fraction of a second.
+
+A job that raises, dies or takes too long fails alone, with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+
+# None of them touches CUDA when imported.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "frameworm.engine.run",
+    "frameworm.engine.memory_planner",
+    "frameworm.parallel.sharded",
+]
+LONGEST_REASON = 600
+
+
+class Job:
+    """One function in one process.
+
+    Args:
+        name: For messages.
+        function: Top-level function of a script; its result is picklable.
+        arguments: Picklable too.
+        limit_s: After that it is killed.
+        environ: Variables it gets before anything else happens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        limit_s: float,
+        environ: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._limit_s = limit_s
+        self._deadline = monotonic() + limit_s
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._link, other = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(other, function, arguments, environ or {}))
+        self._process.start()
+        other.close()
+        self._outcome: tuple[bool, Any] | None = None
+
+    @property
+    def link(self) -> Connection:
+        """Readable when there is something to `poll` for."""
+        return self._link
+
+    def poll(self) -> tuple[bool, Any] | None:
+        """None while it runs; then whether it went well, and its result or the reason."""
+        if self._outcome is None:
+            try:
+                if self._link.poll():
+                    self._outcome = self._link.recv()
+                elif monotonic() > self._deadline:
+                    self._outcome = (False, f"not done after {self._limit_s:.0f} s")
+            except (EOFError, OSError):
+                self._process.join(5)
+                self._outcome = (False, f"its process ended with code {self._process.exitcode}")
+            if self._outcome is not None:
+                self.end(10 if self._outcome[0] else 1)
+        return self._outcome
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Stop it and whatever it started; to be called at least once."""
+        if patience_s:
+            self._process.join(patience_s)
+        if self._process.is_alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own = psutil.Process(self._process.pid)
+                for member in [*own.children(recursive=True), own]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.kill()
+            self._process.join(5)
+        self._link.close()
+
+
+def _run(link: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    try:
+        outcome: tuple[bool, Any] = (True, function(*arguments))
+    except BaseException as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        outcome = (False, f"{text[:LONGEST_REASON]} ({Path(frame.filename).name}:{frame.lineno})")
+    with contextlib.suppress(OSError):
+        link.send(outcome)
+    link.close()
+    if not outcome[0]:
+        os._exit(1)  # a thread of a collective that nobody will answer would hold the process
+
+
+def run_all(jobs: list[Job]) -> list[tuple[bool, Any]]:
+    """Wait for all; as soon as one has failed the others get a few seconds, for they may wait for it."""
+    while True:
+        outcomes = [job.poll() for job in jobs]
+        if all(outcome is not None for outcome in outcomes):
+            return [outcome for outcome in outcomes if outcome is not None]
+        if any(outcome is not None and not outcome[0] for outcome in outcomes):
+            for job in jobs:
+                job._deadline = min(job._deadline, monotonic() + 5)
+        waiting = [job.link for job, outcome in zip(jobs, outcomes) if outcome is None]
+        multiprocessing.connection.wait(waiting, timeout=0.2)
