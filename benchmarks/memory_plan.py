@@ -141,8 +141,8 @@ SMALL = (
 
 def load(case: Case, device: str) -> Config:
     """The case's config for a device, with the whole of it to use."""
-    fixed = (f"gpu.device={device}", "gpu.memory_fraction=1.0", "observe.progress=false", "data.num_workers=0")
-    return load_config(CONFIGS / case.config, [*case.overrides, *fixed])
+    fixed = ("gpu.memory_fraction=1.0", "observe.progress=false", "data.num_workers=0", "training.epochs=1")
+    return load_config(CONFIGS / case.config, [*case.overrides, f"gpu.device={device}", *fixed])
 
 
 def planner_of(case: Case, device: str) -> MemoryPlanner:
@@ -203,7 +203,7 @@ class Meter:
 
 def train(case: Case, device: str, alone: bool) -> dict[str, Any]:
     """In a process of its own: a few real steps and a validation batch; the memory they took."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if device == "cpu" else 2)
     planner = planner_of(case, device)
     config = planner.config
     work = dry_workload(config, case.tokens)
