@@ -50,7 +50,7 @@ class Job:
         environ: dict[str, str] | None = None,
     ) -> None:
         self.name = name
-        self._limit_s = limit_s
+        self._late = f"not done after {limit_s:.0f} s"
         self._deadline = monotonic() + limit_s
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -72,13 +72,18 @@ class Job:
                 if self._link.poll():
                     self._outcome = self._link.recv()
                 elif monotonic() > self._deadline:
-                    self._outcome = (False, f"not done after {self._limit_s:.0f} s")
+                    self._outcome = (False, self._late)
             except (EOFError, OSError):
                 self._process.join(5)
                 self._outcome = (False, f"its process ended with code {self._process.exitcode}")
             if self._outcome is not None:
                 self.end(10 if self._outcome[0] else 1)
         return self._outcome
+
+    def hurry(self, seconds: float, reason: str) -> None:
+        """Give it no more than that from now on."""
+        if monotonic() + seconds < self._deadline:
+            self._deadline, self._late = monotonic() + seconds, reason
 
     def end(self, patience_s: float = 0.0) -> None:
         """Stop it and whatever it started; to be called at least once."""
@@ -117,6 +122,6 @@ def run_all(jobs: list[Job]) -> list[tuple[bool, Any]]:
             return [outcome for outcome in outcomes if outcome is not None]
         if any(outcome is not None and not outcome[0] for outcome in outcomes):
             for job in jobs:
-                job._deadline = min(job._deadline, monotonic() + 5)
+                job.hurry(5, "stopped: another one had failed")
         waiting = [job.link for job, outcome in zip(jobs, outcomes) if outcome is None]
         multiprocessing.connection.wait(waiting, timeout=0.2)

@@ -17,7 +17,6 @@ import os, sys, time
 sys.path.insert(0, sys.argv[1])
 import children
 from children import Job, run_all
-from memory_plan import may_start
 
 def well(value): return value + 1
 def badly(value): raise ValueError(f"no {value}")
@@ -26,16 +25,21 @@ def slowly(value): time.sleep(600)
 
 if __name__ == "__main__":
     children.PRELOADED[:] = []
+    from memory_plan import may_start
     assert may_start(200, [], 100), "whoever is alone may have all"
     assert may_start(30, [30], 100) and not may_start(31, [30], 100)
     assert not may_start(1, [1, 1], 100, most=2)
     jobs = [Job("a", function, (1,), limit) for function, limit in ((well, 60), (badly, 60), (gone, 60), (slowly, 4))]
     pids = [job._process.pid for job in jobs]
-    good, bad, dead, late = run_all(jobs)
+    while any(job.poll() is None for job in jobs):
+        time.sleep(0.05)
+    good, bad, dead, late = (job.poll() for job in jobs)
     assert good == (True, 2), good
     assert not bad[0] and "ValueError: no 1" in bad[1], bad
     assert not dead[0] and "code 3" in dead[1], dead
     assert not late[0] and "not done after" in late[1], late
+    one, other = run_all([Job("b", badly, (1,), 60), Job("c", slowly, (1,), 60)])
+    assert not one[0] and "another one had failed" in other[1], other
     assert all(not os.path.exists(f"/proc/{pid}/stat") for pid in pids), "a job was left behind"
     print("fine")
 """
