@@ -39,6 +39,7 @@ SHIPPED: list[tuple[str, int, Literal["cpu", "cuda"], int, dict[str, Any]]] = [
     ("imdb_single_gpu_fast", 1, "cuda", 32, LONG),
     ("imdb_ddp_4gpu_fast", 4, "cuda", 32, LONG),
     ("gpt2_124m_fast", 1, "cuda", 512, GPT2),
+    ("gpt2_1p5b", 1, "cuda", 512, {"d_model": 1600, "n_heads": 25, "num_layers": 48, "max_seq_len": 1024}),
 ]
 FAST = [name for name, *_ in SHIPPED if name.endswith("_fast")]
 
