@@ -104,7 +104,8 @@ def test_a_fast_config_differs_from_its_twin_in_speed_only(name: str) -> None:
 
 
 def test_every_config_for_a_gpu_has_a_fast_twin() -> None:
-    plain = {name for name, _, device, *_ in SHIPPED if device == "cuda"} - set(FAST)
+    # The 1.5B one shows what fits; how fast it can be is not its subject.
+    plain = {name for name, _, device, *_ in SHIPPED if device == "cuda"} - set(FAST) - {"gpt2_1p5b"}
     assert {f"{name}_fast" for name in plain} == set(FAST)
 
 
