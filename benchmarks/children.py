@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-# None of them touches CUDA when imported.
+# Whether there is a GPU is then asked of NVML: CUDA's own count would be in every child, which then cannot use CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -28,6 +29,9 @@ PRELOADED = [
     "frameworm.parallel.sharded",
 ]
 LONGEST_REASON = 600
+BAD_FORK = "CUDA was in use where it was forked from"
+
+_way = "forkserver"
 
 
 class Job:
@@ -52,13 +56,18 @@ class Job:
         self.name = name
         self._late = f"not done after {limit_s:.0f} s"
         self._deadline = monotonic() + limit_s
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        self._arguments = (function, arguments, environ or {})
+        self._outcome: tuple[bool, Any] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context(_way)
+        if _way == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._link, other = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(other, function, arguments, environ or {}))
+        self._process: Any = context.Process(target=_run, args=(other, *self._arguments))  # type: ignore[attr-defined]
         self._process.start()
         other.close()
-        self._outcome: tuple[bool, Any] | None = None
 
     @property
     def link(self) -> Connection:
@@ -67,10 +76,15 @@ class Job:
 
     def poll(self) -> tuple[bool, Any] | None:
         """None while it runs; then whether it went well, and its result or the reason."""
+        global _way
         if self._outcome is None:
             try:
                 if self._link.poll():
                     self._outcome = self._link.recv()
+                    if self._outcome == (False, BAD_FORK):
+                        # Slower: each imports everything anew.
+                        _way, self._outcome = "spawn", None
+                        self._start()
                 elif monotonic() > self._deadline:
                     self._outcome = (False, self._late)
             except (EOFError, OSError):
@@ -102,6 +116,11 @@ class Job:
 def _run(link: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environ: dict[str, str]) -> None:
     os.environ.update(environ)
     try:
+        import torch
+
+        if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+            link.send((False, BAD_FORK))
+            return
         outcome: tuple[bool, Any] = (True, function(*arguments))
     except BaseException as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
