@@ -168,11 +168,11 @@ def test_a_corrupt_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.L
     expected, _ = _train(tmp_path / "whole")
     with pytest.raises(TrainingInterruptedError):
         _train(tmp_path / "parts", stop_after=10)
-    newest = tmp_path / "parts/checkpoints/step-00000010.pt"
+    newest = tmp_path / "parts/checkpoints/step-00000010/rank-00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-10])
     with caplog.at_level(logging.INFO, "frameworm"):
         found, _ = _train(tmp_path / "parts", resume=True)
-    assert "step-00000010.pt is truncated" in caplog.text
+    assert "step-00000010/rank-00000.safetensors is truncated" in caplog.text
     assert "after step 8" in caplog.text
     assert torch.equal(expected, found)
     assert [step["step"] for step in _steps(tmp_path / "parts")] == list(range(1, STEPS + 1))

@@ -1,183 +1,153 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints on disk: finding the newest that is whole, and reading from it what a rank needs.
 
-A checkpoint is a data file and, written after it, a small JSON manifest with its size and SHA-256. Both go through a
-temporary file, fsync and rename, then the folder is synced; `latest` moves last. A checkpoint without a manifest, or
-whose data do not match it, does not count, and reading falls back to the one before. Data are read with
-`weights_only=True`: nothing in a checkpoint can execute code.
+A checkpoint is a folder of safetensors files and a manifest (`checkpoint_store` says how it comes about). One whose
+files do not match its manifest does not count, and reading falls back to the one before. Whoever reads it may be of
+any strategy and world size: tensors are read by rows, from whichever files hold them. A checkpoint is data: nothing in
+it can execute code, and nothing outside of its folder is read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
-import json
-import pickle
-import threading
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from frameworm.config.schema import CheckpointConfig
+from frameworm.engine import manifest as manifests
+from frameworm.engine.manifest import Manifest
+from frameworm.engine.outline import decode
+from frameworm.engine.shard_files import ShardReader, check_file
 from frameworm.errors import CheckpointError
-from frameworm.records.atomic import replacing
+from frameworm.launch.process_group import broadcast_object, gather_objects, is_distributed
 
-FORMAT = 1
-_LATEST = "latest"
+# The same step may be saved again, after a resume: the old one goes when the new one is durable.
+_FOLDER_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_PARTS = ("model", "optimizer", "schedule", "precision", "progress")
 
 
 @dataclass(frozen=True)
+class SavedState:
+    """The state in a checkpoint; its tensors are stored ones, read when somebody asks for them.
+
+    Attributes:
+        shared: `model` and `optimizer` by parameter names, `schedule`, `precision`, `progress`.
+        ranks: What was each rank's own.
+    """
+
+    shared: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, order=True)
 class StoredCheckpoint:
-    """A checkpoint on disk, by its manifest."""
+    """A checkpoint on disk, by its folder."""
 
     step: int
-    data: Path
-    manifest: Path
-    size_bytes: int
-    sha256: str
+    attempt: int
+    path: Path
 
-    def read(self) -> dict[str, Any]:
-        """Load the state after checking it against the manifest.
+    def check(self, rank: int = 0, world_size: int = 1) -> Manifest:
+        """Compare the files with the manifest: all sizes, and the checksums of this rank's share of the files.
 
         Raises:
-            CheckpointError: The data are missing, truncated, changed or not a checkpoint.
+            CheckpointError: Something is missing, truncated, changed or not a checkpoint.
         """
+        path = self.path / manifests.NAME
+        if path.is_symlink():
+            raise CheckpointError(f"{self.path.name}/{path.name} is no plain file")
         try:
-            content = self.data.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.data.name} cannot be read: {error.strerror}") from None
-        if len(content) != self.size_bytes:
-            raise CheckpointError(f"{self.data.name} is truncated: {len(content)} of {self.size_bytes} bytes")
-        if hashlib.sha256(content).hexdigest() != self.sha256:
-            raise CheckpointError(f"{self.data.name} is corrupt: its content does not match its checksum")
+            found = Manifest.parse(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise CheckpointError(f"{self.path.name}/{path.name} cannot be read: {why}") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path.name}: {error}") from None
+        if found.step != self.step:
+            raise CheckpointError(f"{self.path.name} holds the checkpoint of step {found.step}")
+        for place, (name, file) in enumerate(found.files.items()):
+            check_file(self.path / name, file, content=place % world_size == rank)
+        return found
+
+    def read(self, manifest: Manifest | None = None) -> SavedState:
+        """The state; without a manifest that `check` gave, all files are checked first.
+
+        Raises:
+            CheckpointError: It is not whole.
+        """
+        manifest = manifest or self.check()
+        reader = ShardReader(self.path, manifest)
         try:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(f"{self.data.name} is not a checkpoint that can be read safely: {first}") from None
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise CheckpointError(f"{self.data.name} was written by another version of frameworm")
-        return state
+            shared = decode(manifest.shared, reader.tensor)
+            ranks = decode(manifest.ranks, reader.tensor)
+        except RecursionError:
+            raise CheckpointError(f"{self.path.name}: its manifest is nested too deeply") from None
+        missing = [name for name in _PARTS if not isinstance(shared.get(name), dict)]
+        if missing or not ranks or not all(isinstance(item, dict) for item in ranks):
+            raise CheckpointError(f"{self.path.name} has no {missing[0] if missing else 'state of the ranks'}")
+        return SavedState(shared, ranks)
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a folder that have a readable manifest, oldest first."""
+    """The checkpoints of a folder that have a manifest, oldest first."""
     found = []
-    for manifest in folder.glob("step-*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            fields = json.loads(manifest.read_text())
-            # The file's name is ours, not the manifest's: a manifest cannot point elsewhere.
-            data = manifest.with_suffix(".pt")
-            found.append(
-                StoredCheckpoint(int(fields["step"]), data, manifest, int(fields["bytes"]), str(fields["sha256"]))
-            )
-    return sorted(found, key=lambda item: item.step)
+    for path in folder.glob("step-*"):
+        match = _FOLDER_NAME.fullmatch(path.name)
+        if match and not path.is_symlink() and (path / manifests.NAME).is_file():
+            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path))
+    return sorted(found)
 
 
-def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[StoredCheckpoint, dict[str, Any]] | None:
+def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[StoredCheckpoint, SavedState] | None:
     """The newest checkpoint that is whole, with its state; None when the folder holds none at all.
+
+    All ranks must call it and get the same one. Each file is read through by one of them only, for its checksum.
+
+    Args:
+        folder: Where the checkpoints are.
+        say: Told on rank 0 of those that were passed over.
 
     Raises:
         CheckpointError: There are checkpoints, but none can be read.
     """
-    stored = list_checkpoints(folder)
-    if not stored:
-        if any(folder.glob("step-*.pt")):
-            raise CheckpointError(f"{folder} holds no complete checkpoint: every one lacks its manifest")
+    names = broadcast_object([item.path.name for item in list_checkpoints(folder)])
+    if not names:
+        if broadcast_object(any(folder.glob("step-*"))):
+            raise CheckpointError(
+                f"{folder} holds no complete checkpoint of this version: none has a manifest in a folder of its own "
+                "(step-*.pt are of an earlier version); start afresh in another folder (--out)"
+            )
         return None
-    for checkpoint in reversed(stored):
+    for name in reversed(names):
+        problem = manifest = None
         try:
-            return checkpoint, checkpoint.read()
+            checkpoint, manifest = _check(folder, name)
         except CheckpointError as error:
-            say(f"{error}; trying the checkpoint before it")
+            problem = str(error)
+        problems = broadcast_object(gather_objects(problem)) or []
+        first = next((item for item in problems if item is not None), None)
+        if first is None:
+            return checkpoint, checkpoint.read(manifest)
+        if _rank() == 0:
+            say(f"{first}; trying the checkpoint before it")
     raise CheckpointError(f"no checkpoint in {folder} can be read; start afresh in another folder (--out)")
 
 
-class CheckpointStore:
-    """Writes checkpoints into a folder, beside training (`async`) or not (`sync`), and keeps the newest few."""
-
-    def __init__(self, folder: Path, *, keep: int, asynchronous: bool) -> None:
-        self.folder = folder
-        self.count = 0
-        self.stall_s = 0.0
-        self.problem: str | None = None
-        self._keep = keep
-        self._asynchronous = asynchronous
-        self._writer: threading.Thread | None = None
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a state that nobody else will change (see `snapshot`). A disk that refuses does not stop training."""
-        begin = perf_counter()
-        self.wait()
-        if self._asynchronous:
-            self._writer = threading.Thread(target=self._write, args=(step, state), name="checkpoint-writer")
-            self._writer.start()
-        else:
-            self._write(step, state)
-        self.stall_s += perf_counter() - begin
-
-    def wait(self) -> None:
-        """Until the checkpoint being written is durable."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-
-    def _write(self, step: int, state: dict[str, Any]) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            buffer = io.BytesIO()
-            torch.save({"format": FORMAT, **state}, buffer)
-            content = buffer.getbuffer()
-            name = f"step-{step:08d}"
-            manifest = {"step": step, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for path, part in (
-                (self.folder / f"{name}.pt", content),
-                (self.folder / f"{name}.json", json.dumps(manifest).encode()),
-                (self.folder / _LATEST, f"{name}\n".encode()),
-            ):
-                with replacing(path) as file:
-                    file.write(part)
-            self.count += 1
-            self._prune()
-        except OSError as error:
-            self.problem = f"checkpoint of step {step} could not be written: {error.strerror or error}"
-
-    def _prune(self) -> None:
-        for old in list_checkpoints(self.folder)[: -self._keep]:
-            # The manifest goes first: without it the data no longer count.
-            old.manifest.unlink(missing_ok=True)
-            old.data.unlink(missing_ok=True)
+def _check(folder: Path, name: str) -> tuple[StoredCheckpoint, Manifest]:
+    """This rank's share of the check of a checkpoint that rank 0 has seen."""
+    for checkpoint in list_checkpoints(folder):
+        if checkpoint.path.name == name:
+            return checkpoint, checkpoint.check(_rank(), dist.get_world_size() if is_distributed() else 1)
+    raise CheckpointError(
+        f"rank {_rank()} does not see {name} in {folder}: the run folder must be on storage that all machines share"
+    )
 
 
-def make_store(folder: Path, settings: CheckpointConfig) -> CheckpointStore:
-    """The store that a config asks for."""
-    return CheckpointStore(folder, keep=settings.keep, asynchronous=settings.mode == "async")
-
-
-def snapshot(value: Any) -> Any:
-    """A copy of nested state on the CPU that shares no memory with the original; shared tensors stay shared."""
-    copies: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}
-
-    def copy(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            key = (item.untyped_storage().data_ptr(), int(item.storage_offset()), tuple(item.shape))
-            if key[0] == 0 or key not in copies:
-                duplicate = item.detach().to("cpu", copy=True)
-                if key[0] == 0:
-                    return duplicate
-                copies[key] = duplicate
-            return copies[key]
-        if isinstance(item, dict):
-            return {name: copy(part) for name, part in item.items()}
-        if isinstance(item, (list, tuple)):
-            return type(item)(copy(part) for part in item)
-        return item
-
-    return copy(value)
+def _rank() -> int:
+    return dist.get_rank() if is_distributed() else 0
 
 
 def check_same_model(saved: dict[str, Any], model: torch.nn.Module, where: str) -> None:
@@ -190,10 +160,10 @@ def check_same_model(saved: dict[str, Any], model: torch.nn.Module, where: str) 
     for name, tensor in own.items():
         if name not in saved:
             raise CheckpointError(f"{where} is of another model: it has no {name}")
-        if isinstance(tensor, torch.Tensor) and saved[name].shape != tensor.shape:
+        found = getattr(saved[name], "shape", ())
+        if isinstance(tensor, torch.Tensor) and found != tensor.shape:
             raise CheckpointError(
-                f"{where} is of another model: {name} has shape {tuple(saved[name].shape)} there and "
-                f"{tuple(tensor.shape)} here"
+                f"{where} is of another model: {name} has shape {tuple(found)} there and {tuple(tensor.shape)} here"
             )
     for name in saved:
         if name not in own:

@@ -20,7 +20,7 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.engine.activations import find_layers
-from frameworm.engine.checkpoint import CheckpointStore
+from frameworm.engine.checkpoint_store import CheckpointStore
 from frameworm.engine.evaluation import evaluate
 from frameworm.engine.holdings import held_by, mebibytes
 from frameworm.engine.state import TrainingState

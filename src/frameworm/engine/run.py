@@ -31,6 +31,7 @@ from frameworm.hardware.devices import choose_device, supports_bf16
 from frameworm.launch.environment import detect
 from frameworm.launch.process_group import setup_ddp
 from frameworm.models.workloads import Workload, build_workload
+from frameworm.parallel.shards import loaded
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord
@@ -180,8 +181,8 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     if newest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet")
     stored, state = newest
-    check_same_model(state["model"], workload.model, str(stored.data))
-    workload.model.load_state_dict(state["model"])
+    check_same_model(state.shared["model"], workload.model, str(stored.path))
+    workload.model.load_state_dict(loaded(state.shared["model"]))
     device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
     strategy = Strategy(device)
     model: nn.Module = strategy.place(workload.model)

@@ -18,7 +18,8 @@ from frameworm.config.schema import Config
 from frameworm.data.steps import StepSource, close_loader
 from frameworm.engine.activations import apply_checkpointing
 from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
-from frameworm.engine.checkpoint import load_newest, make_store
+from frameworm.engine.checkpoint import load_newest
+from frameworm.engine.checkpoint_store import make_store
 from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
@@ -43,16 +44,15 @@ from frameworm.engine.summary import (
     summarise_rank,
 )
 from frameworm.engine.update import Update
-from frameworm.errors import CheckpointError
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import (
     all_reduce_sums,
-    broadcast_object,
     gather_objects,
     is_distributed,
     setup_ddp,
     shared_store,
 )
+from frameworm.launch.reports import RankReports
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.observe.communication import recorded
 from frameworm.observe.device_clock import make_clock
@@ -152,10 +152,12 @@ class TrainingSession:
         )
         folder = self._output.folder
         self._windows.write_to(None if folder is None else folder.path)
-        self._store = None if folder is None else make_store(folder.checkpoints, config.checkpoint)
+        number = next(_session_numbers)
+        reports = RankReports(shared_store(f"checkpoints{number}"), self._rank, self._world_size)
+        self._store = None if folder is None else make_store(folder.checkpoints, config.checkpoint, reports)
         self._saved_step: int | None = None
         self._request = StopRequest()
-        store = shared_store(f"session{next(_session_numbers)}")
+        store = shared_store(f"session{number}")
         self._agreement = StopAgreement(
             self._request, store, self._rank, self._world_size, lookahead=clock.max_steps_ahead + 1
         )
@@ -251,32 +253,21 @@ class TrainingSession:
         if self._store is None or step == self._saved_step:
             return
         self._saved_step = step
-        state = self._state.capture()
-        if state is not None:
-            self._output.flush_steps()
-            self._store.save(step, state)
-            self._events.on_checkpoint(str(self._store.folder / f"step-{step:08d}.pt"), step)
-            if self._store.problem is not None:
-                log.warning("%s; training goes on", self._store.problem)
+        self._output.flush_steps()
+        self._store.save(step, self._state.capture)
+        if self._rank == 0:
+            self._events.on_checkpoint(str(self._store.folder / f"step-{step:08d}"), step)
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint that is whole; rank 0 chooses, all read the same one."""
+        """Continue from the newest checkpoint that is whole."""
         folder = self._output.folder
         assert folder is not None
-        newest = load_newest(folder.checkpoints, log.warning) if self._rank == 0 else None
-        number = broadcast_object(newest[0].step if newest else None)
-        if number is None:
+        newest = load_newest(folder.checkpoints, log.warning)
+        if newest is None:
             log.info("%s holds no checkpoint yet: starting from the first step", folder.path)
             self._output.forget_steps_after(self._rank, 0)
             return
-        if newest is None:
-            newest = load_newest(folder.checkpoints, log.warning)
-            if newest is None or newest[0].step != number:
-                raise CheckpointError(
-                    f"rank {self._rank} does not see the checkpoint of step {number} in {folder.checkpoints}: "
-                    "the run folder must be on storage that all machines share"
-                )
-        self._notes += self._state.restore(newest[1], f"{folder.path}/checkpoints/{newest[0].data.name}")
+        self._notes += self._state.restore(newest[1], str(newest[0].path))
         progress = self._state.progress
         limits = self._job.config.training
         more_steps = limits.max_steps is None or progress.step < limits.max_steps
@@ -311,7 +302,7 @@ class TrainingSession:
             sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
         checkpoint = CheckpointStatistics()
         if self._store is not None:
-            self._store.wait()
+            self._store.wait() if whole else self._store.abandon()
             checkpoint = CheckpointStatistics(self._store.count, self._store.stall_s if self._store.count else None)
         fill_record(
             self.record,

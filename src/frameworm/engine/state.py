@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from frameworm.engine.checkpoint import check_same_model, snapshot
+from frameworm.engine.checkpoint import SavedState, check_same_model
 from frameworm.engine.precision import Precision
 from frameworm.engine.progress import Progress
 from frameworm.engine.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.schedule import AnySchedule
+from frameworm.engine.snapshot import Snapshot, take_snapshot
 from frameworm.errors import CheckpointError
-from frameworm.launch.process_group import gather_objects
+from frameworm.parallel.shards import loaded
 from frameworm.parallel.strategy import Strategy
 
 
@@ -41,67 +42,65 @@ class TrainingState:
         """Call when an epoch is over."""
         self.epoch_random = None
 
-    def capture(self) -> dict[str, Any] | None:
-        """A snapshot on rank 0; None on the others, which only contribute their part. All ranks must call it."""
+    def capture(self) -> Snapshot:
+        """A copy of this rank's share of the state. All ranks must call it."""
         copies = self._own_copies()
         self.strategy.sync_buffers(self.model)
+        common = {
+            "schedule": self.schedule.state_dict(),
+            "precision": self.precision.state_dict(),
+            "progress": self.progress.state_dict(),
+        }
         own = {
             "random": random_state(self.strategy.device),
             "epoch_random": self.epoch_random,
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
-            "strategy": snapshot(self.strategy.rank_state()),
+            "strategy": self.strategy.rank_state(),
             **copies,
         }
-        ranks = gather_objects(own)
-        tensors = self.strategy.full_state(self.model, self.optimizer)
-        if tensors is not None and not self.strategy.shards_parameters:
-            tensors = snapshot(tensors)
+        held = self.strategy.held_state(self.model, self.optimizer)
+        snapshot = take_snapshot(held, common, own, self.strategy.rank, self.strategy.world_size)
         if copies:
             self.model.load_state_dict(copies["model"])  # to save is not to meet
-        if ranks is None or tensors is None:
-            return None
-        return {
-            **tensors,
-            "schedule": snapshot(self.schedule.state_dict()),
-            "precision": snapshot(self.precision.state_dict()),
-            "progress": self.progress.state_dict(),
-            "ranks": ranks,
-            "world_size": self.strategy.world_size,
-        }
+        return snapshot
 
     def _own_copies(self) -> dict[str, Any]:
         """Model and optimizer of this rank, where each has its own."""
         if not self.strategy.keeps_own_copy:
             return {}
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return dict(snapshot(states))
+        model = {
+            name: item.clone() if isinstance(item, torch.Tensor) else item
+            for name, item in self.model.state_dict().items()
+        }
+        return {"model": model, "optimizer": self.optimizer.state_dict()}
 
-    def restore(self, saved: dict[str, Any], where: str) -> list[str]:
-        """Continue from a snapshot; returns what the user should know about it.
+    def restore(self, saved: SavedState, where: str) -> list[str]:
+        """Continue from a checkpoint, reading what this rank needs of it; returns what the user should know about it.
 
         Raises:
-            CheckpointError: The snapshot is of another model or optimizer.
+            CheckpointError: The checkpoint is of another model or optimizer.
         """
-        check_same_model(saved["model"], self.model, where)
-        self.strategy.load_model_state(self.model, saved["model"])
+        shared = saved.shared
+        check_same_model(shared["model"], self.model, where)
+        self.strategy.load_model_state(self.model, shared["model"])
         try:
-            self.strategy.load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+            self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
-        self.schedule.load_state_dict(saved["schedule"])
-        self.precision.load_state_dict(saved["precision"])
-        restored = Progress.from_state(saved["progress"])
+        self.schedule.load_state_dict(loaded(shared["schedule"]))
+        self.precision.load_state_dict(loaded(shared["precision"]))
+        restored = Progress.from_state(shared["progress"])
         for name in Progress.__slots__:
             setattr(self.progress, name, getattr(restored, name))
-        return self._restore_ranks(saved)
+        return self._restore_ranks(saved.ranks)
 
-    def _restore_ranks(self, saved: dict[str, Any]) -> list[str]:
-        ranks, rank = saved["ranks"], self.strategy.rank
+    def _restore_ranks(self, ranks: list[dict[str, Any]]) -> list[str]:
+        rank, world_size = self.strategy.rank, len(ranks)
         device = self.strategy.device
         self._resumed_random = None
-        if saved["world_size"] == self.strategy.world_size:
-            own = ranks[rank]
+        if world_size == self.strategy.world_size:
+            own = loaded(ranks[rank])
             if self.strategy.keeps_own_copy and own.get("model") is not None:
                 self.model.load_state_dict(own["model"])
                 self.optimizer.load_state_dict(own["optimizer"])
@@ -111,15 +110,15 @@ class TrainingState:
             else:
                 restore_random_state(own["epoch_random"], device)
                 self._resumed_random = own["random"]
-            return self.strategy.load_rank_state(own.get("strategy"), saved["world_size"])
+            return self.strategy.load_rank_state(own.get("strategy"), world_size)
         # The sums of the running epoch are only ever added up, so one rank may hold them all.
         self.progress.loss_sum = sum(item["loss_sum"] for item in ranks) if rank == 0 else 0.0
         self.progress.count_sum = sum(item["count_sum"] for item in ranks) if rank == 0 else 0.0
         seed_everything(self.seed, rank + self.strategy.world_size * (self.progress.step + 1))
         return [
-            f"resumed with {self.strategy.world_size} processes instead of {saved['world_size']}: the order of samples "
+            f"resumed with {self.strategy.world_size} processes instead of {world_size}: the order of samples "
             "goes on, random numbers (dropout) start anew",
-            *self.strategy.load_rank_state(ranks[0].get("strategy"), saved["world_size"]),
+            *self.strategy.load_rank_state(ranks[0].get("strategy"), world_size),
         ]
 
     def continue_random_numbers(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.parallel.replicas import check_replicas
+from frameworm.parallel.shards import HeldState
 from frameworm.parallel.strategy import Strategy
 
 
@@ -86,6 +87,12 @@ class AveragingStrategy(Strategy):
         self.average(model)
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
+
+    def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
+        """After a meeting the model is everybody's; of the optimizers, which differ, rank 0's is passed on."""
+        held = super().held_state(model, optimizer).replicated
+        optimizers = {"optimizer": held["optimizer"]} if self.rank == 0 else {}
+        return HeldState({"model": held["model"]}, optimizers)
 
     def communicated_bytes(self, model: nn.Module) -> int | None:
         if self.world_size == 1:

@@ -41,7 +41,7 @@ def to_names(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]
 
 
 def to_numbers(saved: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The inverse, for an optimizer with these names; a state with numbers comes from the same order of parameters.
+    """The inverse, for an optimizer with these names.
 
     Raises:
         ValueError: The groups are others.
@@ -49,7 +49,7 @@ def to_numbers(saved: Mapping[str, Any], names: list[list[str]]) -> dict[str, An
     groups = saved["param_groups"]
     if len(groups) != len(names):
         raise ValueError(f"it has {len(groups)} parameter groups, this one {len(names)}")
-    numbers: dict[Any, int] = {}
+    numbers: dict[str, int] = {}
     numbered = []
     count = 0
     for place, (group, its_names) in enumerate(zip(groups, names)):
@@ -58,15 +58,28 @@ def to_numbers(saved: Mapping[str, Any], names: list[list[str]]) -> dict[str, An
             raise ValueError(f"group {place} has {len(given)} parameters, this one {len(its_names)}")
         own = list(range(count, count + len(its_names)))
         count += len(its_names)
-        if any(isinstance(item, str) for item in given):
-            missing = sorted(set(its_names) - set(given))
-            if missing:
-                raise ValueError(f"group {place} has no {missing[0]}")
-            numbers.update(zip(its_names, own))
-        else:
-            numbers.update(zip(given, own))
+        missing = sorted(set(its_names) - set(given))
+        if missing:
+            raise ValueError(f"group {place} has no {missing[0]}")
+        numbers.update(zip(its_names, own))
         numbered.append({**group, "params": own})
     return {"state": {numbers[key]: value for key, value in saved["state"].items()}, "param_groups": numbered}
+
+
+def laid_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A numbered state in which what has a parameter's shape also lies in memory as the parameter does."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def lay_out(value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
+            return value
+        return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+    arranged = {
+        number: {key: lay_out(value, parameters[number]) for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": arranged}
 
 
 def holds_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import EnvironmentSetupError, ModelError, StateError
 from frameworm.parallel.compression.plain import gradient_bytes
-from frameworm.parallel.named_state import holds_state, names_in_groups, to_names, to_numbers
+from frameworm.parallel.named_state import holds_state, laid_out, names_in_groups, to_names, to_numbers
 from frameworm.parallel.replicated import DDPStrategy
-from frameworm.parallel.shards import gathered, own_part, shard_of
+from frameworm.parallel.shards import HeldState, StoredTensor, loaded, own_part, shard_of
 from frameworm.parallel.strategy import Strategy, check_trainable
 from frameworm.parallel.units import check_shardable, find_units
 from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer, rebuild_sharded
@@ -47,20 +47,25 @@ class ZeRO1Strategy(DDPStrategy):
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return rebuild_sharded(optimizer)
 
-    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         assert isinstance(optimizer, ZeROStage1Optimizer)
         names = names_in_groups(model.named_parameters(), optimizer.param_groups)
-        by_parameter = {
-            parameter: name
-            for group, its_names in zip(optimizer.param_groups, names, strict=True)
-            for parameter, name in zip(group["params"], its_names, strict=True)
-        }
-        own = {by_parameter[parameter]: state for parameter, state in optimizer.optim.state.items() if state}
-        state = _collect(own, self.device)
-        if state is None:
-            return None
         groups = [{**group, "params": list(its)} for group, its in zip(optimizer.param_groups, names, strict=True)]
-        return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+        of = _names_by_parameter(optimizer, names)
+        own = {of[parameter]: state for parameter, state in optimizer.optim.state.items() if state}
+        return HeldState(
+            {"model": model.state_dict(), "optimizer": {"param_groups": groups, "state": {}}},
+            {"optimizer": {"state": own}},
+        )
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        assert isinstance(optimizer, ZeROStage1Optimizer)
+        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        of = _names_by_parameter(optimizer, names)
+        own = {of[parameter] for group in optimizer.optim.param_groups for parameter in group["params"]}
+        state = {name: loaded(values) for name, values in saved["state"].items() if name in own}
+        numbered = to_numbers({"state": state, "param_groups": loaded(saved["param_groups"])}, names)
+        optimizer.load_state_dict(laid_out(numbered, optimizer))
 
     def communicated_bytes(self, model: nn.Module) -> int | None:
         gradients = super().communicated_bytes(model)
@@ -212,18 +217,12 @@ class ShardedStrategy(Strategy):
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
-    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
-        whole = {"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)}
-        state: dict[str, Any] = gathered(whole, self.device, keep=self.rank == 0)
-        return state if self.rank == 0 else None
-
-    def load_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
+    def load_model_state(self, model: nn.Module, saved: dict[str, Any]) -> None:
         own = model.state_dict()
         model.load_state_dict(
             {
-                name: shard_of(value, own[name]) if isinstance(own.get(name), DTensor) else value
-                for name, value in state.items()
+                name: shard_of(value, own[name]) if isinstance(own.get(name), DTensor) else loaded(value)
+                for name, value in saved.items()
             }
         )
 
@@ -235,7 +234,7 @@ class ShardedStrategy(Strategy):
             number: {key: _divided(key, value, parameters[number]) for key, value in values.items()}
             for number, values in numbered["state"].items()
         }
-        optimizer.load_state_dict({"state": state, "param_groups": numbered["param_groups"]})
+        optimizer.load_state_dict({"state": state, "param_groups": loaded(numbered["param_groups"])})
 
     def explain(self, error: RuntimeError) -> Exception:
         if "mixed torch.Tensor and DTensor" in str(error):
@@ -274,48 +273,16 @@ def _without_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
 
 def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:
     """One entry of a parameter's state as this rank holds it."""
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
-        return value
+    if not isinstance(value, (torch.Tensor, StoredTensor)) or not value.shape or not isinstance(parameter, DTensor):
+        return loaded(value)
     if value.shape != parameter.shape:
         raise ValueError(f"its {key} has shape {tuple(value.shape)}, which cannot be divided as the parameter is")
     return shard_of(value, parameter)
 
 
-def _collect(own: dict[str, dict[str, Any]], device: torch.device) -> dict[str, Any] | None:
-    """The states of all ranks in host memory, on rank 0; None on the others. Tensors travel one at a time."""
-    # Gloo sends from host memory only.
-    through = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    is_large = {(name, key) for name, state in own.items() for key, item in state.items() if _is_large(item)}
-    outline = {
-        name: {key: (tuple(item.shape), item.dtype) if (name, key) in is_large else item for key, item in state.items()}
-        for name, state in own.items()
-    }
-    outlines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outlines, (_on_host(outline), is_large))
-    if dist.get_rank() != 0:
-        for name, key in sorted(is_large):
-            dist.send(own[name][key].detach().to(through).contiguous(), dst=0)
-        return None
-    found: dict[str, Any] = {}
-    for source, (states, large) in enumerate(outlines):
-        found.update(states)
-        for name, key in sorted(large):
-            if source == 0:
-                found[name][key] = own[name][key].detach().to("cpu", copy=True)
-                continue
-            shape, dtype = found[name][key]
-            received = torch.empty(shape, dtype=dtype, device=through)
-            dist.recv(received, src=source)
-            found[name][key] = received.to("cpu")
-    return found
-
-
-def _is_large(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.numel() > 1
-
-
-def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _names_by_parameter(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[torch.Tensor, str]:
     return {
-        name: {key: item.detach().cpu() if isinstance(item, torch.Tensor) else item for key, item in state.items()}
-        for name, state in states.items()
+        parameter: name
+        for group, its_names in zip(optimizer.param_groups, names, strict=True)
+        for parameter, name in zip(group["params"], its_names, strict=True)
     }

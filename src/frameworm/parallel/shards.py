@@ -1,11 +1,37 @@
-"""Between whole tensors and the shards of them that torch's fully_shard leaves on each rank."""
+"""Between whole tensors and the parts of them that a rank holds: by rows, as torch's fully_shard divides them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """`model` and `optimizer` by parameter names, as far as this rank holds them; tensors may be those that train.
+
+    Attributes:
+        replicated: What every rank holds alike, and parts of tensors (DTensors) of which each holds its own.
+        owned: What no other rank holds.
+    """
+
+    replicated: dict[str, Any]
+    owned: dict[str, Any] = field(default_factory=dict)
+
+
+class StoredTensor(ABC):
+    """A tensor that waits in a checkpoint, to be read whole or by rows."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read(self, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
+        """These rows of it in host memory, all unless told; memory that nobody else uses."""
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -13,50 +39,43 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: DTensor, device: torch.device) -> torch.Tensor:
-    """The whole tensor on every rank; all ranks must call it. Parts that wait in host memory are sent from `device`."""
-    part = tensor.to_local()
-    if part.device.type != device.type:
-        tensor = _like(tensor, part.to(device))
-    return tensor.full_tensor()
+def first_row(tensor: DTensor) -> int:
+    """Where in the whole tensor this rank's part begins."""
+    assert tuple(tensor.placements) == (Shard(0),), tensor.placements
+    rows = tensor.shape[0]
+    # As Tensor.chunk: the first ones get as much as any, the last one less, and some may get nothing.
+    return min(rows, tensor.device_mesh.get_local_rank() * -(-rows // tensor.device_mesh.size()))
 
 
-def shard_of(value: torch.Tensor, like: DTensor) -> DTensor:
+def shard_of(value: torch.Tensor | StoredTensor, like: DTensor) -> DTensor:
     """This rank's shard of a whole value, cut and placed as `like` is; a copy, and nobody is asked."""
-    mesh = like.device_mesh
-    parts = value.chunk(mesh.size(), 0)
-    rank = mesh.get_local_rank()
-    part = parts[rank] if rank < len(parts) else value[:0]
     own = like.to_local()
+    first, rows = first_row(like), own.shape[0]
+    part = value.read(first, rows) if isinstance(value, StoredTensor) else value[first : first + rows].clone()
     assert part.shape == own.shape, (part.shape, own.shape)
-    return _like(like, part.to(own.device, copy=True))
-
-
-def gathered(state: Any, device: torch.device, keep: bool, seen: dict[int, torch.Tensor] | None = None) -> Any:
-    """A copy of nested state in host memory with whole tensors; all ranks must call it, in the same order.
-
-    Args:
-        state: Tensors, shards and plain values in dicts and lists.
-        device: Where collectives work.
-        keep: Whether this rank wants the result; the others get None in place of tensors.
-        seen: What was copied already: tensors that are the same object stay the same.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(state, torch.Tensor):
-        if id(state) not in seen or not keep:
-            full = whole(state, device) if isinstance(state, DTensor) else state
-            if not keep:
-                return None
-            seen[id(state)] = full.detach().to("cpu", copy=True)
-        return seen[id(state)]
-    if isinstance(state, dict):
-        return {name: gathered(part, device, keep, seen) for name, part in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(gathered(part, device, keep, seen) for part in state)
-    return state
-
-
-def _like(tensor: DTensor, part: torch.Tensor) -> DTensor:
     return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        part.to(own.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
+
+
+def loaded(state: Any) -> Any:
+    """Nested state with its stored tensors read; one that stands in several places is read once."""
+    known: dict[int, torch.Tensor] = {}
+
+    def load(item: Any) -> Any:
+        if isinstance(item, StoredTensor):
+            if id(item) not in known:
+                known[id(item)] = item.read()
+            return known[id(item)]
+        if isinstance(item, dict):
+            return {name: load(part) for name, part in item.items()}
+        if isinstance(item, (list, tuple)):
+            return type(item)(load(part) for part in item)
+        return item
+
+    return load(state)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from frameworm.errors import ModelError
-from frameworm.parallel.named_state import names_in_groups, to_names, to_numbers
+from frameworm.parallel.named_state import laid_out, names_in_groups, to_names, to_numbers
+from frameworm.parallel.shards import HeldState, loaded
 from frameworm.records.observations import Compression
 
 # From a state and a bucket of gradients to the future of what the ranks make of it: a communication hook of DDP.
@@ -95,28 +96,23 @@ class Strategy:
     def close(self) -> None:
         """The training is over."""
 
-    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """`model` and `optimizer` as one process would hold them, by parameter names: on rank 0, None on the others.
-
-        All ranks must call it. Tensors may be those that train.
-        """
-        if self.rank != 0:
-            return None
+    def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
+        """What this rank holds of `model` and `optimizer`; together the ranks hold all of it."""
         names = names_in_groups(model.named_parameters(), optimizer.param_groups)
-        return {"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)}
+        return HeldState({"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)})
 
-    def load_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Continue with the model of a `full_state`."""
-        model.load_state_dict(state)
+    def load_model_state(self, model: nn.Module, saved: dict[str, Any]) -> None:
+        """Continue with the model of a checkpoint, whose tensors are stored ones."""
+        model.load_state_dict(loaded(saved))
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Continue with the optimizer of a `full_state`, or with torch's own state dict of one.
+        """Continue with the optimizer of a checkpoint, whose tensors are stored ones.
 
         Raises:
             ValueError: It is of another optimizer.
         """
         names = names_in_groups(model.named_parameters(), optimizer.param_groups)
-        optimizer.load_state_dict(to_numbers(saved, names))
+        optimizer.load_state_dict(laid_out(to_numbers(loaded(saved), names), optimizer))
 
     def own_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank holds of the gradients that are there; changing it changes them."""

@@ -40,9 +40,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # The new name is durable only with its folder; file systems that cannot sync one have no such promise to give.
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; file systems that cannot sync one have no such promise to give."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path.parent, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

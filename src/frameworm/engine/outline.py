@@ -1,0 +1,105 @@
+"""Nested state as JSON, with names where its tensors were.
+
+Numbers, texts, lists and dicts with text keys stand for themselves. All else is an object with a single key that
+begins with `$`. Nothing in it can become anything but plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from frameworm.errors import CheckpointError
+
+Path = tuple[str, ...]
+
+
+def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
+    """State as JSON.
+
+    Args:
+        value: Plain data and tensors in dicts, lists and tuples.
+        keep: Told where a tensor stands; returns the name to put there.
+        path: Where `value` stands.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": keep(path, value)}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not any(key.startswith("$") for key in value):
+            return {key: encode(part, keep, (*path, key)) for key, part in value.items()}
+        return {
+            "$dict": [[encode(key, keep, path), encode(part, keep, (*path, str(key)))] for key, part in value.items()]
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [encode(part, keep, (*path, str(place))) for place, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": parts}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(f"{'/'.join(path)} is a {kind}, and a checkpoint holds only tensors and plain data")
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The state that was encoded.
+
+    Args:
+        value: What `encode` gave, after a way through JSON.
+        tensor: From a name to what is to stand in its place.
+
+    Raises:
+        CheckpointError: `encode` cannot have given that.
+    """
+    if isinstance(value, list):
+        return [decode(part, tensor) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if not (len(value) == 1 and next(iter(value)).startswith("$")):
+        return {key: decode(part, tensor) for key, part in value.items()}
+    ((kind, content),) = value.items()
+    try:
+        return _decode_special(kind, content, tensor)
+    except (TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"its manifest holds a {kind} that is none") from None
+
+
+def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any:
+    if kind == "$tensor" and isinstance(content, str):
+        return tensor(content)
+    if kind == "$tuple":
+        return tuple(decode(part, tensor) for part in content)
+    if kind == "$set":
+        return {decode(part, tensor) for part in content}
+    if kind == "$dict":
+        return {decode(key, tensor): decode(part, tensor) for key, part in content}
+    if kind == "$float":
+        return float(content)
+    if kind == "$bytes":
+        return bytes.fromhex(content)
+    if kind == "$dtype":
+        dtype = getattr(torch, content)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    raise ValueError(kind)
+
+
+def merge(first: Any, second: Any) -> Any:
+    """Two encoded states in one: dicts are joined, and of anything else the first counts."""
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return first
+    joined = {key: merge(part, second[key]) if key in second else part for key, part in first.items()}
+    return {**joined, **{key: part for key, part in second.items() if key not in first}}
