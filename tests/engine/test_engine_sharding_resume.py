@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 from sharding_cases import largest_difference, make, make_optimizer, train
+from torch.distributed.tensor.debug import CommDebugMode
 
 from frameworm.engine.checkpoint import list_checkpoints
+from frameworm.engine.manifest import Manifest
+from frameworm.engine.shard_files import _FileTensor
+from frameworm.engine.state import TrainingState
 from frameworm.parallel.named_state import holds_state, names_in_groups, to_names, to_numbers
 
 ALL = ("ddp", "zero1", "zero2", "zero3")
@@ -89,6 +94,61 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(
     rests = [*(("single-1", strategy) for strategy in ALL), ("zero3-1", "zero2")]
     for results in run_ranks(_run, 2, (str(tmp_path), [], rests), timeout_s=DEADLINE_S):
         _check(results, uninterrupted)
+
+
+def _shares(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """How much of the state passes through this rank when it is saved and when it is read."""
+    with CommDebugMode() as communication:
+        torch.distributed.all_reduce(torch.ones(1))
+        torch.distributed.all_gather_object([None] * world_size, rank)
+    assert communication.get_comm_counts(), "what is sent would not be noticed"
+    sent: list[dict[Any, int]] = []
+    copied: list[int] = []
+    read: list[int] = []
+    capture, restore, read_rows = TrainingState.capture, TrainingState.restore, _FileTensor.read
+
+    def watched_capture(self: TrainingState) -> Any:
+        with CommDebugMode() as communication:
+            snapshot = capture(self)
+        sent.append(dict(communication.get_comm_counts()))
+        # What is a rank's own (random numbers) outweighs so small a model.
+        copied.append(sum(piece.rows.nbytes for name, piece in snapshot.pieces.items() if not name.startswith("rank-")))
+        return snapshot
+
+    def watched_restore(self: TrainingState, *args: Any) -> Any:
+        with CommDebugMode() as communication:
+            notes = restore(self, *args)
+        sent.append(dict(communication.get_comm_counts()))
+        return notes
+
+    def watched_read(self: Any, *args: Any) -> torch.Tensor:
+        tensor = read_rows(self, *args)
+        if not self._name.startswith("rank-"):
+            read.append(tensor.nbytes)
+        return tensor
+
+    TrainingState.capture, TrainingState.restore = watched_capture, watched_restore  # type: ignore[method-assign]
+    _FileTensor.read = watched_read  # type: ignore[method-assign]
+    train("zero3", kind="gpt", max_steps=2, folder=Path(folder), every_steps=1)
+    tensors = _manifest(folder).tensors.items()
+    whole = 4 * sum(math.prod(entry.shape) for name, entry in tensors if not name.startswith("rank-"))
+    train("zero3", kind="gpt", max_steps=3, folder=Path(folder), resume=True)
+    files = [file.size_bytes for file in _manifest(folder).files.values()]
+    return {"whole": whole, "sent": sent, "copied": copied, "read": sum(read), "files": files}
+
+
+def _manifest(folder: str) -> Manifest:
+    return list_checkpoints(Path(folder) / "checkpoints")[-1].check()
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_whole_state_of_zero3(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for found in run_ranks(_shares, 2, (str(tmp_path / "run"),), timeout_s=DEADLINE_S):
+        assert len(found["copied"]) >= 3
+        assert all(0.3 * found["whole"] < size < 0.7 * found["whole"] for size in found["copied"]), found
+        assert 0.3 * found["whole"] < found["read"] < 0.7 * found["whole"], found
+        assert max(found["files"]) < 1.5 * min(found["files"])
+        assert not any(found["sent"]), found["sent"]  # this model has no buffers: nobody is asked for anything
 
 
 def test_a_checkpoint_holds_names(tmp_path: Path) -> None:

@@ -288,6 +288,9 @@ class TrainingSession:
 
     def _finish(self, status: str, *, whole: bool) -> None:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
+        if self._store is not None:
+            # Before the ranks meet: rank 0, whose store they all ask, does not leave while another still waits.
+            self._store.wait() if whole else self._store.abandon()
         self.record.system = self._sampler.stop()
         aggregate = self._tally.aggregate
         workers = self._job.train.num_workers if aggregate.steps else None
@@ -302,7 +305,6 @@ class TrainingSession:
             sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
         checkpoint = CheckpointStatistics()
         if self._store is not None:
-            self._store.wait() if whole else self._store.abandon()
             checkpoint = CheckpointStatistics(self._store.count, self._store.stall_s if self._store.count else None)
         fill_record(
             self.record,
