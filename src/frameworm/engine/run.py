@@ -105,7 +105,20 @@ def run(
     """
     process = setup_ddp() if dist.is_initialized() else detect()
     config = resolve_here(config, process.world_size, resized=resume is not None)
-    workload = build_workload(config, TokenisingNotice())
+    return train_workload(
+        config, build_workload(config, TokenisingNotice()), out=out, resume=resume, callbacks=callbacks
+    )
+
+
+def train_workload(
+    config: Config,
+    workload: Workload,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    callbacks: Sequence[Listener] = (),
+) -> RunRecord:
+    """Train a workload by a resolved config; the rest as for `run`."""
     optimizer = build_optimizer(workload.model, config)
     training = config.training
 

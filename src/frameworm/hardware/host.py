@@ -99,6 +99,28 @@ def process_tree_bytes() -> int:
     return total
 
 
+def oom_kills(root: Path = _ROOT) -> int:
+    """How often the kernel has killed for memory in this process's cgroups; only its growth means something.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    kills = 0
+    for folder in _cgroup_folders(root, "memory"):
+        for line in (_read(folder / "memory.events") or _read(folder / "memory.oom_control")).splitlines():
+            name, _, count = line.partition(" ")
+            kills += (_number(count) or 0) if name == "oom_kill" else 0
+    return kills
+
+
+def address_space_bytes() -> tuple[int | None, int | None]:
+    """Address space this process has mapped, and the most it may (`ulimit -v`); None where unknown or unlimited."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    pages = _number((_read(Path("/proc/self/statm")).split() or [""])[0])
+    mapped = None if pages is None else pages * resource.getpagesize()
+    return mapped, None if limit == resource.RLIM_INFINITY else limit
+
+
 def host_peak_bytes() -> int:
     """Most memory this process has held so far."""
     # A started program inherits its parent's peak in getrusage, so the kernel's own count comes first.

@@ -1,0 +1,226 @@
+"""Searching the largest batch that fits in few trials, and what a search has found; no device is touched here."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+TOLERANCE = 0.03
+MOST_TRIALS = 8
+AS_FAST = 0.98  # of the best rate: less memory is worth the rest
+
+Outcome = Literal["fits", "cuda_oom", "host_oom", "killed", "hang", "error"]
+Purpose = Literal["search", "verify", "speed"]
+
+# A planner is mostly right within a few percent and seldom wrong by a third: small steps first, then ever larger ones.
+_UP, _DOWN = (1.12, 1.4, 2.0, 4.0), (0.89, 0.745, 0.5, 0.25)
+_PREDICTIONS = 2
+_SHY = 0.99  # a prediction is tried from below: a trial that fits tells more
+
+
+class BatchSearch:
+    """Which size to try next; memory must not shrink with the size.
+
+    Without a guess sizes double from the first one. Once a size that fits and one that does not are known, the space
+    between them is halved until the largest that fits is known to a tolerance.
+
+    Args:
+        candidates: Sizes that may be tried, ascending.
+        guess: What a planner takes for the largest that fits; None: nobody knows.
+        tolerance: How far below the true maximum the answer may lie, as a share of it.
+    """
+
+    def __init__(self, candidates: Sequence[int], guess: int | None = None, tolerance: float = TOLERANCE) -> None:
+        assert candidates, "there must be a size to try"
+        self._candidates = candidates
+        self._guess = guess
+        self._tolerance = tolerance
+        self._told: dict[int, bool] = {}
+        self._predicted: float | None = None
+        self._predictions = 0
+        self._climbs = 0
+
+    @property
+    def largest(self) -> int | None:
+        """The largest size known to fit below all that do not."""
+        low, _ = self._bracket()
+        return None if low < 0 else self._candidates[low]
+
+    @property
+    def ends_below(self) -> int | None:
+        """The smallest size known not to fit; None while all did."""
+        _, high = self._bracket()
+        return None if high == len(self._candidates) else self._candidates[high]
+
+    def tell(self, size: int, fits: bool, predicted: float | None = None) -> None:
+        """What a trial has shown; the later word on a size holds.
+
+        Args:
+            predicted: The maximum that the measured memory leads to expect.
+        """
+        self._told[size] = fits
+        if predicted is not None:
+            self._predicted = predicted
+
+    def next(self) -> int | None:
+        """The size to try; None when the answer is known."""
+        low, high = self._bracket()
+        sizes = self._candidates
+        if high - low <= 1 or (low >= 0 and sizes[low] >= (1 - self._tolerance) * sizes[high - 1]):
+            return None
+        nearest = self._nearest(self._target(low, high))
+        return sizes[min(max(nearest, low + 1), high - 1)]
+
+    def _bracket(self) -> tuple[int, int]:
+        """Places of the largest that fits and of the smallest that does not, one outside of the list where unknown."""
+        failed = [size for size, fits in self._told.items() if not fits]
+        high = bisect.bisect_left(self._candidates, min(failed)) if failed else len(self._candidates)
+        fitting = [place for place in map(self._place, self._fitting()) if place < high]
+        return max(fitting, default=-1), high
+
+    def _fitting(self) -> Iterable[int]:
+        return (size for size, fits in self._told.items() if fits)
+
+    def _place(self, size: int) -> int:
+        return bisect.bisect_left(self._candidates, size)
+
+    def _target(self, low: int, high: int) -> float:
+        sizes, known_high = self._candidates, high < len(self._candidates)
+        if low < 0 and not known_high:
+            return sizes[0] if self._guess is None else self._guess
+        if low < 0:
+            tried = sum(not fits for fits in self._told.values())
+            return sizes[high] * self._step(_DOWN, tried)
+        if known_high:
+            return math.sqrt(sizes[low] * sizes[high])
+        if self._predicted is not None and self._predictions < _PREDICTIONS:
+            self._predictions += 1
+            # Where it says that this is the end, the next size beyond the tolerance proves it.
+            return max(self._predicted * _SHY, math.floor(sizes[low] / (1 - self._tolerance)) + 1)
+        self._climbs += 1
+        return sizes[low] * self._step(_UP, self._climbs)
+
+    def _step(self, factors: tuple[float, ...], tried: int) -> float:
+        if self._guess is None:
+            return 2.0 if factors is _UP else 0.5
+        return factors[min(tried, len(factors)) - 1]
+
+    def _nearest(self, target: float) -> int:
+        place = bisect.bisect_left(self._candidates, target)
+        if place == len(self._candidates):
+            return place - 1
+        below = max(place - 1, 0)
+        return below if target - self._candidates[below] < self._candidates[place] - target else place
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """The sizes that divide a number, ascending."""
+    found = {size for one in range(1, math.isqrt(number) + 1) if number % one == 0 for size in (one, number // one)}
+    return sorted(size for size in found if most is None or size <= most)
+
+
+@dataclass(frozen=True)
+class BatchTrial:
+    """One trial.
+
+    Attributes:
+        micro_batch: What was tried.
+        purpose: `search`, `verify` (more steps, for the size that won) or `speed` (smaller sizes).
+        outcome: How it ended; all but `fits` mean that this size cannot be had.
+        samples_per_s: Over all ranks, with the accumulation that keeps the global batch; longest samples included.
+        step_s: The step that goes with it.
+        peak_bytes: The most that a rank held: of torch's allocator on a GPU, of resident memory otherwise.
+        steps: Optimizer steps it took.
+        took_s: Wall time, processes included.
+        message: What went wrong.
+        rank: Where.
+    """
+
+    micro_batch: int
+    purpose: Purpose
+    outcome: Outcome
+    samples_per_s: float | None = None
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    steps: int | None = None
+    took_s: float | None = None
+    message: str | None = None
+    rank: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome == "fits"
+
+
+@dataclass
+class BatchSizeReport:
+    """What the finder has found.
+
+    Attributes:
+        largest: The largest micro-batch that fits, None when none does.
+        verified: Whether it went through the long trial.
+        fastest: The smallest micro-batch within 2% of the best rate.
+        ends_below: The smallest size that did not fit; None: the search ended at its upper end.
+        upper_end: The largest size that was allowed.
+        global_batch: What is kept by adjusting accumulation; None: it grows with the micro-batch.
+        world_size: Ranks of each trial.
+        limit_bytes: Memory a process could use; None where it is not known.
+        limit_name: What sets that limit.
+        guess: What the planner took for the largest.
+        trials: All of them, in order.
+        seconds: For everything.
+    """
+
+    name: str
+    device: str
+    world_size: int
+    global_batch: int | None
+    upper_end: int
+    largest: int | None = None
+    verified: bool = False
+    fastest: int | None = None
+    ends_below: int | None = None
+    limit_bytes: int | None = None
+    limit_name: str | None = None
+    guess: int | None = None
+    trials: list[BatchTrial] = field(default_factory=list)
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Micro-batches per step that keep the global batch."""
+        return 1 if self.global_batch is None else self.global_batch // (micro_batch * self.world_size)
+
+    @property
+    def search_trials(self) -> int:
+        """Trials it took to find and verify the largest."""
+        return sum(trial.purpose != "speed" for trial in self.trials)
+
+    def choose_fastest(self) -> None:
+        """Set `fastest` from the rates that were measured; the last measurement of a size holds."""
+        rates = {
+            trial.micro_batch: trial.samples_per_s
+            for trial in self.trials
+            if trial.fits and trial.samples_per_s is not None and trial.micro_batch <= (self.largest or 0)
+        }
+        best = max(rates.values(), default=None)
+        if best is not None:
+            self.fastest = min(size for size, rate in rates.items() if rate >= AS_FAST * best)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sizes = {name: getattr(self, name) for name in ("largest", "fastest")}
+        return {
+            **asdict(self),
+            "search_trials": self.search_trials,
+            "set": {
+                name: None
+                if size is None
+                else {"training.micro_batch": size, "training.accumulation": self.accumulation(size)}
+                for name, size in sizes.items()
+            },
+        }
