@@ -15,6 +15,7 @@ from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.public import CompressedDDP, enable_gradient_compression
 from frameworm.scaling.memory import calculate_zero_savings
 from frameworm.tune.analyzer import BottleneckAnalyzer
+from frameworm.tune.find_batch_size import find_optimal_batch_size
 from frameworm.tune.helpers import (
     benchmark_training_step,
     measure_optimization_effectiveness,
@@ -39,6 +40,7 @@ __all__ = [
     "calculate_zero_savings",
     "cleanup",
     "enable_gradient_compression",
+    "find_optimal_batch_size",
     "measure_optimization_effectiveness",
     "profile_memory_usage",
     "setup_ddp",
