@@ -65,6 +65,11 @@ class BatchSearch:
         if predicted is not None:
             self._predicted = predicted
 
+    def forget(self, size: int) -> None:
+        """Take back that a size did not fit; what is known to fit stays."""
+        if self._told.get(size) is False:
+            del self._told[size]
+
     def next(self) -> int | None:
         """The size to try; None when the answer is known."""
         low, high = self._bracket()

@@ -90,6 +90,6 @@ def _sizes(data: Any) -> npt.NDArray[Any]:
 def _elements(item: Any) -> int:
     if isinstance(item, Tensor):
         return item.numel()
-    return (
-        int(np.size(item)) if isinstance(item, (np.ndarray, list, tuple)) else len(item) if isinstance(item, str) else 1
-    )
+    if isinstance(item, np.ndarray):
+        return int(item.size)
+    return len(item) if isinstance(item, str) else 1

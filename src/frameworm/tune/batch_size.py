@@ -86,7 +86,8 @@ class BatchSizeFinder:
         self._planner: MemoryPlanner | None = None
         self._setting: Setting | None = None
         self._machine: Machine | None = None
-        self._unlucky: set[int] = set()
+        self._killed: set[int] = set()
+        self._hung: set[int] = set()
         share = None if free_global_batch else resolved.training.global_batch // world_size
         self._job = TrialJob(config, "", share=share, steps=STEPS, world_size=world_size)
         self._job = replace(self._job, payload=payload, limit_bytes=limit_bytes)
@@ -155,9 +156,7 @@ class BatchSizeFinder:
             report.guess = guess
             if not limited and guess < most:
                 most = max(guess, 1)
-                report.notes.append(
-                    f"not looked beyond {most:,}: the planner sees no free memory of this machine for it"
-                )
+                report.notes.append(f"not looked beyond {most:,}: the planner sees no free memory for it")
         report.upper_end = most
         return range(1, most + 1) if self._job.share is None else divisors(self._job.share, most)
 
@@ -212,10 +211,26 @@ class BatchSizeFinder:
                 raise TrainingFailedError(
                     f"a trial of micro-batch {size} failed, and not for want of memory: {trial.message}"
                 )
-            if trial.outcome in ("killed", "hang") and size not in self._unlucky:
-                self._unlucky.add(size)  # may have been an accident: the same size again
+            if trial.outcome == "killed" and size not in self._killed:
+                self._killed.add(size)  # may have been an accident: the same size again
                 continue
             search.tell(size, trial.fits, self._predict(trial))
+            self._forgive(search, trial)
+
+    def _forgive(self, search: BatchSearch, trial: BatchTrial) -> None:
+        """Let sizes that hung be tried once more, if by the time of one that fits they should have been done long ago."""
+        if trial.outcome == "hang":
+            if trial.micro_batch in self._hung:
+                return
+            self._hung.add(trial.micro_batch)
+        fitting = [one for one in self.report.trials if one.fits and one.took_s is not None]
+        if not fitting:
+            return
+        one = fitting[-1]
+        assert one.took_s is not None
+        for size in self._hung:
+            if one.took_s * max(size / one.micro_batch, 1.0) < self._deadline_s / 3:
+                search.forget(size)
 
     def _verified(self) -> set[int]:
         return {trial.micro_batch for trial in self.report.trials if trial.purpose == "verify" and trial.fits}

@@ -40,6 +40,7 @@ _NO_MEMORY = (
     "out of memory",
     "ALLOC_FAILED",
     "can't allocate memory",
+    "not enough memory",
     "Cannot allocate memory",
     "bad_alloc",
     "unable to mmap",
@@ -142,6 +143,7 @@ def _settle(job: TrialJob, rank: int) -> None:
         os.dup2(log, stream)
     os.close(log)
     if job.limit_bytes is not None:
+        torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()  # maps what torch needs
         mapped, limit = address_space_bytes()
         wanted = (mapped or 0) + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if limit is None else min(wanted, limit),) * 2)
@@ -185,9 +187,9 @@ def _look(job: TrialJob) -> Machine:
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     allowed = int(total * config.gpu.memory_fraction)
-    name = (
-        f"gpu.memory_fraction of {torch.cuda.get_device_name(device)}" if allowed < free else "free memory of the GPU"
-    )
+    name = f"{config.gpu.memory_fraction:.0%} of {torch.cuda.get_device_name(device)}"
+    if free < allowed:
+        name = "free memory of the GPU"
     return Machine("cuda", samples, min(allowed, free), name)
 
 

@@ -65,21 +65,19 @@ def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tu
     """
     before = oom_kills()
     server = warm_up()
-    processes = [
-        server.Process(target=run_rank, args=(job, rank), daemon=False) for rank in range(ranks or job.world_size)
-    ]
     started: list[BaseProcess] = []
     try:
-        for process in processes:
+        for rank in range(ranks or job.world_size):
+            process = server.Process(target=run_rank, args=(job, rank))
             process.start()
             started.append(process)
         in_time = _wait(started, deadline_s)
-        codes = [process.exitcode for process in started]
+        codes = [one.exitcode for one in started]
     finally:
         remove(started)
     ends = [_end(job, rank, code) for rank, code in enumerate(codes)]
-    for process in started:
-        process.close()
+    for ended in started:
+        ended.close()
     return ends, judge(ends, in_time, oom_kills() > before, deadline_s)
 
 

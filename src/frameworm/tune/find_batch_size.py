@@ -192,9 +192,8 @@ def _workload(
 ) -> Workload:
     if data is None and sample is None:
         if input_shape is None:
-            first = next(
-                (part for part in model.modules() if next(part.parameters(recurse=False), None) is not None), None
-            )
+            layers = (part for part in model.modules() if any(True for _ in part.parameters(recurse=False)))
+            first = next(layers, None)
             if not isinstance(first, nn.Linear):
                 raise ConfigError(f"there is nothing to feed the model with: {_HOW}")
             input_shape = (first.in_features,)
