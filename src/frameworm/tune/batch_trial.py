@@ -143,10 +143,15 @@ def _settle(job: TrialJob, rank: int) -> None:
         os.dup2(log, stream)
     os.close(log)
     if job.limit_bytes is not None:
-        torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()  # maps what torch needs
+        map_libraries()
         mapped, limit = address_space_bytes()
         wanted = (mapped or 0) + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if limit is None else min(wanted, limit),) * 2)
+
+
+def map_libraries() -> None:
+    """Let torch map what it needs for its first operations, so that a limit can be counted from there."""
+    torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()
 
 
 def _variables(job: TrialJob, rank: int) -> dict[str, str]:
@@ -181,6 +186,7 @@ def _look(job: TrialJob) -> Machine:
     config = resolve_here(job.config, job.world_size)
     samples = sample_count(_workload(job, config).train_data)
     if config.gpu.device != "cuda":
+        map_libraries()
         return Machine("cpu", samples, *_host_room())
     device = choose_device("cuda", 0, config.gpu.device_ids)
     torch.empty(1, device=device)  # the context comes first
