@@ -1,4 +1,7 @@
-"""Workloads for the batch-size finder: a model that takes 2 MB per sample, and ways to go wrong."""
+"""Workloads for the batch-size finder: a model that takes 128 MiB per sample, and ways to go wrong.
+
+What it takes is never touched: it fills the address space, which is limited, and no memory.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,30 @@ from torch import Tensor, nn
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
 
-SAMPLE_BYTES = 2 * 2**20
-SAMPLES = 64
+SAMPLE_BYTES = 2**27
+SAMPLES = 128
+HOG_BYTES = 2**31
 _kept: list[Any] = []
 
 
+class Keep(torch.autograd.Function):
+    """Keeps a tensor of `SAMPLE_BYTES` per sample from forward to backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, samples: int) -> Tensor:
+        """The value."""
+        ctx.save_for_backward(torch.empty(samples, SAMPLE_BYTES // 4))
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The gradient."""
+        assert len(ctx.saved_tensors) == 1
+        return gradient, None
+
+
 class Eater(nn.Module):
-    """Keeps a tensor of `SAMPLE_BYTES` per sample for backward."""
+    """Needs `SAMPLE_BYTES` per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +49,8 @@ class Eater(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         """A scalar: the loss."""
-        wide = torch.ones(len(batch), SAMPLE_BYTES // 4)
-        return (wide * self.scale).mean()
+        kept: Tensor = Keep.apply(self.scale, len(batch))
+        return kept.mean()
 
 
 class Killed(Eater):
@@ -83,7 +103,7 @@ def eater(config: Config) -> Any:
 def hog_on_rank_1(config: Config) -> Any:
     """The same, with half of the memory gone on one rank."""
     if os.environ.get("RANK") == "1":
-        _kept.append(torch.ones(int(float(os.environ["HOG_BYTES"])), dtype=torch.uint8))
+        _kept.append(torch.empty(HOG_BYTES, dtype=torch.uint8))
     return eater(config)
 
 

@@ -23,7 +23,7 @@ from frameworm.tune.batch_trial import TrialJob, out_of, out_of_in
 from frameworm.tune.family import RankEnd, judge
 from frameworm.tune.zygote import warm_up
 
-LIMIT_BYTES = 100 * 2**20
+LIMIT_BYTES = 4 * 2**30
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -61,8 +61,8 @@ def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> Non
     assert report.largest is not None
     assert report.ends_below is not None
     assert 0.97 * (report.ends_below - 1) <= report.largest < report.ends_below
-    # Two tensors a sample: what comes in and what is kept.
-    assert 8 <= report.largest <= LIMIT_BYTES / SAMPLE_BYTES
+    # Allocators take address space in large pieces, up to 1 GiB: some of it was mapped before the limit was set.
+    assert 0.7 * LIMIT_BYTES <= report.largest * SAMPLE_BYTES <= 1.4 * LIMIT_BYTES
     assert report.search_trials <= 8
     assert {trial.outcome for trial in report.trials} == {"fits", "host_oom"}
     assert report.limit_name is not None
@@ -76,17 +76,9 @@ def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> Non
 
 
 @pytest.mark.slow
-def test_a_hog_on_one_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hog_on_one_rank_decides_for_all() -> None:
     alone = find("eater", world_size=2)
-    # The server that trials are forked from may be older than the variable.
-    Path("batch_hog.py").write_text(
-        "import os\nos.environ['HOG_BYTES'] = '50e6'\nfrom batch_workloads import hog_on_rank_1\n"
-    )
-    config = config_of("eater").model_copy(update={"workload": "batch_hog:hog_on_rank_1"})
-    finder = BatchSizeFinder(
-        config, world_size=2, most=64, free_global_batch=True, deadline_s=60, limit_bytes=LIMIT_BYTES, speed=False
-    )
-    hogged = finder.run()
+    hogged = find("hog_on_rank_1", world_size=2)
     assert alone.largest is not None
     assert hogged.largest is not None
     assert hogged.verified

@@ -218,7 +218,7 @@ class BatchSizeFinder:
             self._forgive(search, trial)
 
     def _forgive(self, search: BatchSearch, trial: BatchTrial) -> None:
-        """Let a size that hung be tried once more, if by the time of one that fits it should have been done long ago."""
+        """Let a size that hung be tried once more, if by the time of one that fits it should have been done."""
         if trial.outcome == "hang":
             if trial.micro_batch in self._hung:
                 return
