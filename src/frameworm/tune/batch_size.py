@@ -15,9 +15,8 @@ from time import monotonic
 import psutil
 
 from frameworm.config.schema import Config
-from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import resolve_here
-from frameworm.errors import ConfigError, FramewormError, TrainingFailedError
+from frameworm.errors import ConfigError, TrainingFailedError
 from frameworm.scaling.batch_search import (
     MOST_TRIALS,
     BatchSearch,
@@ -26,10 +25,8 @@ from frameworm.scaling.batch_search import (
     Purpose,
     divisors,
 )
-from frameworm.scaling.memory_model import CONTEXT_BYTES, Setting
 from frameworm.tune.batch_trial import Machine, TrialJob
 from frameworm.tune.family import RankEnd, Verdict, free_port, run_family
-from frameworm.tune.zygote import warm_up
 
 DEADLINE_S = 120.0
 BUDGET_S = 600.0
@@ -78,13 +75,11 @@ class BatchSizeFinder:
         if resolved.parallel.strategy == "dp":
             raise ConfigError("parallel.strategy: dp is one process over several GPUs; use ddp and --nproc-per-node")
         assert resolved.training.global_batch is not None
-        self._resolved = resolved
         self._most = most
         self._deadline_s, self._budget_s = deadline_s, budget_s
         self._speed = speed
         self._tell: Tell = tell or (lambda _text: None)
-        self._planner: MemoryPlanner | None = None
-        self._setting: Setting | None = None
+        self._least_bytes: int | None = None
         self._machine: Machine | None = None
         self._killed: set[int] = set()
         self._hung: set[int] = set()
@@ -108,8 +103,6 @@ class BatchSizeFinder:
         began = monotonic()
         with tempfile.TemporaryDirectory(prefix="frameworm-batch-size-") as folder:
             self._job = replace(self._job, folder=folder)
-            warm_up()
-            self._make_planner()  # while the server imports
             machine = self._look()
             searching = monotonic()
             candidates = self._candidates(machine)
@@ -160,35 +153,20 @@ class BatchSizeFinder:
         report.upper_end = most
         return range(1, most + 1) if self._job.share is None else divisors(self._job.share, most)
 
-    def _make_planner(self) -> None:
-        """Dry runs of the config's own size; without them sizes are doubled."""
-        if self._job.payload is not None:
-            return
-        self._tell("planning")
-        try:
-            planner = MemoryPlanner(self._resolved, self.report.world_size)
-            accumulation = 1 if self._job.share is None else planner.setting.accumulation
-            self._setting = replace(planner.setting, accumulation=accumulation)
-            planner.profile(planner.setting.checkpointing)
-            self._planner = planner
-        except Exception as error:
-            self._note_no_plan(error)
-
     def _plan(self, room_bytes: int) -> int | None:
-        """The planner's word on the largest; None where it has none."""
-        if self._planner is None or self._setting is None:
-            return None
-        try:
-            memory_bytes = room_bytes + CONTEXT_BYTES[self._planner.device]
-            return max(self._planner.largest(self._setting, memory_bytes, 1.0), 1)
-        except Exception as error:
-            self._note_no_plan(error)
-            return None
+        """The planner's word on the largest; None where it has none.
 
-    def _note_no_plan(self, error: Exception) -> None:
-        """A model of the user's own may do anything when it is run dry; the trials do not depend on it."""
-        why = str(error) if isinstance(error, FramewormError) else f"{type(error).__name__}: {error}"
-        self.report.notes.append(f"no plan to begin with, sizes are doubled ({why.splitlines()[0][:200]})")
+        In a process of its own, for a model of the user's own may do anything when it is run dry.
+        """
+        if self._job.payload is not None:
+            return None
+        self._tell("planning")
+        ends, verdict = run_family(replace(self._job, plan_bytes=room_bytes), self._deadline_s, ranks=1)
+        if verdict.outcome != "fits":
+            self.report.notes.append(f"no plan to begin with, sizes are doubled ({verdict.message})")
+            return None
+        self._least_bytes = int(ends[0].result["plan"]["least_bytes"])
+        return max(int(ends[0].result["plan"]["largest"]), 1)
 
     def _find(self, search: BatchSearch, last: int, began: float) -> None:
         """Trials until the largest is known and verified, or time is up."""
@@ -266,13 +244,10 @@ class BatchSizeFinder:
 
     def _predict(self, trial: BatchTrial) -> float | None:
         """The largest by the memory of a trial that fitted: what came on top of one sample's grows with the size."""
-        machine, planner = self._machine, self._planner
-        if not trial.fits or trial.peak_bytes is None or planner is None or machine is None or self._setting is None:
+        machine, least = self._machine, self._least_bytes
+        if not trial.fits or trial.peak_bytes is None or least is None or trial.peak_bytes <= least:
             return None
-        if machine.device != "cuda" or machine.room_bytes is None or trial.micro_batch == 1:
-            return None
-        least = planner.estimate(replace(self._setting, micro_batch=1)).allocated
-        if trial.peak_bytes <= least:
+        if machine is None or machine.device != "cuda" or machine.room_bytes is None or trial.micro_batch == 1:
             return None
         growth = (_ALLOCATED * machine.room_bytes - least) / (trial.peak_bytes - least)
         return 1 + (trial.micro_batch - 1) * growth

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from frameworm.config.schema import Config
+from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import resolve_here, train_workload
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import address_space_bytes, memory_limit_bytes, usable_cpus
@@ -30,6 +31,7 @@ from frameworm.launch.failures import is_consequence
 from frameworm.launch.process_group import cleanup
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.records.schema import RunRecord
+from frameworm.scaling.memory_model import CONTEXT_BYTES
 from frameworm.tune.batch_data import rehearsal, sample_count
 
 MOST_ACCUMULATION = 2  # memory knows only none or some; time is proportional
@@ -67,6 +69,7 @@ class TrialJob:
         port: Where they meet.
         payload: File with a workload; None: the config's own.
         limit_bytes: Memory a rank may take beside what it has mapped at its start; None: what the system allows.
+        plan_bytes: Only plan, for a device of which torch may take so much.
     """
 
     config: Config
@@ -78,6 +81,7 @@ class TrialJob:
     port: int = 0
     payload: str | None = None
     limit_bytes: int | None = None
+    plan_bytes: int | None = None
 
     def accumulation(self, size: int) -> int:
         """Micro-batches per step that keep the share."""
@@ -113,7 +117,9 @@ def run_rank(job: TrialJob, rank: int) -> None:
         _settle(job, rank)
         with added_to_environment(_variables(job, rank)):
             _few_threads(job)
-            if not job.sizes:
+            if job.plan_bytes is not None:
+                result["plan"] = _plan(job, job.plan_bytes)
+            elif not job.sizes:
                 result["machine"] = asdict(_look(job))
             for size in job.sizes:
                 done.append({"micro_batch": size, **_train(job, size)})
@@ -197,6 +203,15 @@ def _look(job: TrialJob) -> Machine:
     if free < allowed:
         name = "free memory of the GPU"
     return Machine("cuda", samples, min(allowed, free), name)
+
+
+def _plan(job: TrialJob, room_bytes: int) -> dict[str, int]:
+    """What the planner takes for the largest size, and for the memory of the smallest."""
+    planner = MemoryPlanner(resolve_here(job.config, job.world_size), job.world_size)
+    accumulation = 1 if job.share is None else planner.setting.accumulation
+    setting = replace(planner.setting, accumulation=accumulation)
+    largest = planner.largest(setting, room_bytes + CONTEXT_BYTES[planner.device], 1.0)
+    return {"largest": largest, "least_bytes": planner.estimate(replace(setting, micro_batch=1)).allocated}
 
 
 def _host_room() -> tuple[int | None, str | None, bool]:
