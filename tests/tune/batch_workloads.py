@@ -58,7 +58,7 @@ class Killed(Eater):
 
     def forward(self, batch: Tensor) -> Tensor:
         """As above."""
-        if once("killed"):
+        if type(batch) is Tensor and once("killed"):  # not in the planner's dry run
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(batch)
 

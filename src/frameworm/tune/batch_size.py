@@ -18,7 +18,6 @@ from frameworm.config.schema import Config
 from frameworm.engine.run import resolve_here
 from frameworm.errors import ConfigError, TrainingFailedError
 from frameworm.scaling.batch_search import (
-    MOST_TRIALS,
     BatchSearch,
     BatchSizeReport,
     BatchTrial,
@@ -34,6 +33,7 @@ PREPARE_S = 1800.0  # the data of a config is tokenised once, before the trials
 UPPER_END = 512  # where nothing limits the memory
 STEPS, VERIFY_STEPS = 6, 12
 _UNLIMITED = 2**20
+_MOST_TRIALS = 20  # a planner wrong by less than a third leads to 8 at most
 _SPEED_SIZES = (2, 4, 8)  # parts of the largest whose speed is looked at
 _OF_FREE = 0.8  # of a machine's free memory, where no limit protects the others on it
 _ALLOCATED = 0.97  # of the room: the rest is lost between blocks
@@ -170,10 +170,10 @@ class BatchSizeFinder:
 
     def _find(self, search: BatchSearch, last: int, began: float) -> None:
         """Trials until the largest is known and verified, or time is up."""
-        report, extra = self.report, 0
+        report, most_trials = self.report, _MOST_TRIALS
         while self._time_left(began):
             size = search.next()
-            if size is None or len(report.trials) >= MOST_TRIALS - 1 + extra:
+            if size is None or len(report.trials) >= most_trials:
                 size = search.largest
                 if size is None or size in self._verified():
                     return
@@ -181,7 +181,7 @@ class BatchSizeFinder:
                 search.tell(size, trial.fits)
                 if trial.fits:
                     return
-                extra += 2
+                most_trials += 2
                 continue
             # Nothing lies above the upper end: the trial that verifies it is the only one needed.
             trial = self._try(size, "verify" if size == last else "search")

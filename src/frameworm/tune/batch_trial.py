@@ -207,7 +207,10 @@ def _look(job: TrialJob) -> Machine:
 
 def _plan(job: TrialJob, room_bytes: int) -> dict[str, int]:
     """What the planner takes for the largest size, and for the memory of the smallest."""
-    planner = MemoryPlanner(resolve_here(job.config, job.world_size), job.world_size)
+    found = resolve_here(job.config, job.world_size).gpu
+    # Not the resolved config as a whole: what follows the micro-batch must go on doing so.
+    gpu = job.config.gpu.model_copy(update={"device": found.device, "mixed_precision": found.mixed_precision})
+    planner = MemoryPlanner(job.config.model_copy(update={"gpu": gpu}), job.world_size)
     accumulation = 1 if job.share is None else planner.setting.accumulation
     setting = replace(planner.setting, accumulation=accumulation)
     largest = planner.largest(setting, room_bytes + CONTEXT_BYTES[planner.device], 1.0)
