@@ -24,6 +24,7 @@ CONTRACT = {
         "benchmark_training_step",
         "profile_memory_usage",
         "measure_optimization_effectiveness",
+        "find_optimal_batch_size",
     },
 }
 
