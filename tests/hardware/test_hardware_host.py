@@ -93,3 +93,13 @@ def test_peak_grows_with_what_was_held() -> None:
     held = bytearray(before - psutil.Process().memory_info().rss + 64 * 2**20)
     held[::4096] = b"x" * len(held[::4096])
     assert host.host_peak_bytes() >= before + 32 * 2**20
+
+
+def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    folder = tmp_path / "sys/fs/cgroup/job"
+    folder.mkdir(parents=True)
+    assert host.oom_kills(tmp_path) == 0
+    (folder / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert host.oom_kills(tmp_path) == 2
