@@ -4,8 +4,9 @@
     PYTHONPATH=src python benchmarks/batch_size.py --device cpu       # a small model under a limit, to see that it runs
 
 Each case is searched as `frameworm batch-size --free-global-batch` does, start of the server and planning included;
-then the true maximum is found by doubling from 1 and plain bisection to half a percent, with the same steps in the same kind
-of processes. Data is generated: text of random words for GPT, the built-in data set padded to full length for texts.
+then the true maximum is found by doubling from 1 and plain bisection to half a percent, with the same steps in the
+same kind of processes. Data is generated: text of random words for GPT, the built-in data set padded to full length for
+texts.
 Goals: within 3% of the true maximum, at most 8 trials, at most 90 s without the imports of this script itself.
 """
 

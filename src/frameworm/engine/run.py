@@ -22,7 +22,7 @@ from frameworm.engine.checkpoint import check_same_model, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.optimizers import build_optimizer
-from frameworm.engine.out_of_memory import planned_advice
+from frameworm.engine.out_of_memory import Advise, planned_advice
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule, Schedule
 from frameworm.engine.trainer import Trainer
@@ -105,9 +105,9 @@ def run(
     """
     process = setup_ddp() if dist.is_initialized() else detect()
     config = resolve_here(config, process.world_size, resized=resume is not None)
-    return train_workload(
-        config, build_workload(config, TokenisingNotice()), out=out, resume=resume, callbacks=callbacks
-    )
+    advise = functools.partial(planned_advice, config, process.world_size, look_at_machine(config).device)
+    workload = build_workload(config, TokenisingNotice())
+    return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise)
 
 
 def train_workload(
@@ -117,8 +117,13 @@ def train_workload(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     callbacks: Sequence[Listener] = (),
+    advise: Advise | None = None,
 ) -> RunRecord:
-    """Train a workload by a resolved config; the rest as for `run`."""
+    """Train a workload by a resolved config; the rest as for `run`.
+
+    Args:
+        advise: Finds settings that fit when memory runs out; None: no time is spent on that.
+    """
     optimizer = build_optimizer(workload.model, config)
     training = config.training
 
@@ -134,8 +139,7 @@ def train_workload(
         callbacks=callbacks,
         run_dir=out,
     )
-    device = look_at_machine(config).device
-    trainer.advise = functools.partial(planned_advice, config, process.world_size, device)
+    trainer.advise = advise
     return trainer.train(
         build_loader(config, workload, workload.train_data, evaluation=False),
         None if workload.val_data is None else build_loader(config, workload, workload.val_data, evaluation=True),

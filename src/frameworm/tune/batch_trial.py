@@ -24,6 +24,7 @@ import torch
 from frameworm.config.schema import Config
 from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import resolve_here, train_workload
+from frameworm.errors import MemoryLimitError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import address_space_bytes, memory_limit_bytes, usable_cpus
 from frameworm.launch.environment import added_to_environment, worker_environment
@@ -261,9 +262,8 @@ def _rehearsed(job: TrialJob, size: int, accumulation: int) -> Config:
         }
     )
     config.observe = config.observe.model_copy(update={"sinks": [], "progress": False, "trace": "off"})
-    on_oom = type(config.memory).model_fields.get("on_oom")
-    if on_oom is not None:  # a trial that helps itself would not tell that the size is too large
-        config.memory = config.memory.model_copy(update={"on_oom": on_oom.default})
+    # A trial that helps itself would not tell that the size is too large.
+    config.memory = config.memory.model_copy(update={"on_oom": "stop"})
     return config
 
 
@@ -287,17 +287,18 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 def out_of(error: BaseException) -> OutOf | None:
     """Which memory an exception says has run out, its causes included; None: it is another kind of error."""
-    link: BaseException | None = error
-    while link is not None:
-        text = str(link)
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(following)
+    for link in reversed(chain):  # what happened first is the plainest
         if isinstance(link, MemoryError):
             return "host_oom"
         if isinstance(link, torch.OutOfMemoryError):
             return "cuda_oom"
-        if "Memory" in type(link).__name__ or out_of_in(text) is not None:
-            return out_of_in(text) or "host_oom"
-        link = link.__cause__ or link.__context__
-    return None
+        kind = out_of_in(str(link))
+        if kind is not None and not is_consequence(error):
+            return kind
+    return "host_oom" if isinstance(error, MemoryLimitError) else None
 
 
 def out_of_in(text: str) -> OutOf | None:
