@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from batch_workloads import SAMPLE_BYTES, Broken, Eater, config_of, data, train_
 from frameworm.distributed import find_optimal_batch_size
 from frameworm.errors import ConfigError, TrainingFailedError
 from frameworm.scaling.batch_search import BatchSizeReport
+from frameworm.tune import family, zygote
 from frameworm.tune.batch_data import longest_first, rehearsal
 from frameworm.tune.batch_size import BatchSizeFinder
 from frameworm.tune.batch_trial import TrialJob, out_of, out_of_in
@@ -96,6 +98,34 @@ def test_a_killed_child_costs_one_trial() -> None:
     assert [trial.outcome for trial in report.trials].count("killed") == 1
     assert report.trials[0].message == "killed by SIGKILL"
     assert (report.largest, report.verified) == (4, True)
+
+
+@pytest.mark.slow
+def test_where_forked_trials_cannot_use_the_gpu_they_are_started_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([zygote.BAD_FORK, None])
+    monkeypatch.setattr(zygote, "_forks", True)
+    monkeypatch.setattr(family, "run_rank", _refuse)
+    real = family._wait
+
+    def wait(processes: list[BaseProcess], deadline_s: float) -> bool:
+        if next(answers) is None:  # the second try
+            assert not zygote._forks
+        return real(processes, deadline_s)
+
+    monkeypatch.setattr(family, "_wait", wait)
+    ends, verdict = family.run_family(TrialJob(config_of("eater"), str(tmp_path)), 60.0)
+    assert [end.exit_code for end in ends] == [0]
+    assert verdict.outcome == "fits"
+
+
+def _refuse(job: TrialJob, rank: int) -> None:
+    marker = Path(job.folder) / "refused"
+    if marker.exists():
+        os._exit(0)
+    marker.touch()
+    os._exit(zygote.BAD_FORK)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from frameworm.models.workloads import Workload, build_workload
 from frameworm.records.schema import RunRecord
 from frameworm.scaling.memory_model import CONTEXT_BYTES
 from frameworm.tune.batch_data import rehearsal, sample_count
+from frameworm.tune.zygote import BAD_FORK
 
 MOST_ACCUMULATION = 2  # memory knows only none or some; time is proportional
 _ONCE = ("optimizer", "communication_exposed")  # phases that come once a step, however many micro-batches it has
@@ -110,6 +111,8 @@ class Machine:
 
 def run_rank(job: TrialJob, rank: int) -> None:
     """Body of the process; it ends here, whatever happens."""
+    if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+        os._exit(BAD_FORK)
     file = Path(job.folder) / f"rank-{rank}.json"
     done: list[dict[str, Any]] = []
     result: dict[str, Any] = {"done": done}

@@ -19,7 +19,7 @@ import psutil
 from frameworm.hardware.host import oom_kills
 from frameworm.scaling.batch_search import Outcome
 from frameworm.tune.batch_trial import TrialJob, out_of_in, run_rank
-from frameworm.tune.zygote import warm_up
+from frameworm.tune.zygote import BAD_FORK, stop_forking, warm_up
 
 # When one rank has failed: what the others get to say so too. They may hang in a collective, and often do.
 _GRACE_S = 2.0
@@ -78,6 +78,9 @@ def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tu
     ends = [_end(job, rank, code) for rank, code in enumerate(codes)]
     for ended in started:
         ended.close()
+    if BAD_FORK in codes:
+        stop_forking()
+        return run_family(job, deadline_s, ranks)
     return ends, judge(ends, in_time, oom_kills() > before, deadline_s)
 
 

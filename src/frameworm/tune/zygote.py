@@ -8,12 +8,26 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Sequence
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
+
+from frameworm.launch.environment import added_to_environment
+
+BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of what the server has imported
 
 _IMPORTED = "frameworm.tune.batch_trial"
+# Some libraries ask for a GPU when they are imported. Asked of CUDA, no child could use it; asked of NVML, all can.
+_ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+_forks = True
 
 
-def warm_up(also: Sequence[str] = ()) -> ForkServerContext:
+def stop_forking() -> None:
+    """From now on trials are started from nothing: slower, but whatever the server holds is not in them."""
+    global _forks
+    _forks = False
+
+
+def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
     """Start the server if it is not there; it gets ready by itself.
 
     A server, not this process: what the caller has done here (CUDA, threads) must not be in the children.
@@ -21,7 +35,10 @@ def warm_up(also: Sequence[str] = ()) -> ForkServerContext:
     Args:
         also: Modules to import beside the trial's own.
     """
+    if not _forks:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_IMPORTED, *also])  # of a server that is there already nothing changes
-    forkserver.ensure_running()
+    with added_to_environment(_ASK_NVML):
+        forkserver.ensure_running()
     return context
