@@ -38,7 +38,8 @@ def render_batch_size(report: BatchSizeReport) -> str:
         )
         lines.append(f"fastest   {_setting(report, report.fastest)}, {rate:,.0f} samples/s on this mix of lengths")
     lines += [f"note: {plain(note)}" for note in report.notes]
-    lines.append(f"{report.search_trials} trials to find the largest, {report.seconds:.0f} s in all")
+    trials = "1 trial" if report.search_trials == 1 else f"{report.search_trials} trials"
+    lines.append(f"{trials} to find the largest, {report.seconds:.0f} s in all")
     return "\n".join(lines) + "\n"
 
 
