@@ -147,6 +147,12 @@ class TrainingConfig(Section):
     early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(
         default=None, description="Stop when a metric stalls."
     )
+    cpu_threads: Count | Auto = Field(
+        default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
+    )
+    cpu_affinity: bool = Field(
+        default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
+    )
 
     @field_validator("lr_scaling", mode="before")
     @classmethod

@@ -21,6 +21,7 @@ from frameworm.engine.activations import find_layers
 from frameworm.engine.folder import open_output
 from frameworm.engine.out_of_memory import Advise
 from frameworm.engine.precision import Precision, apply_backend_flags
+from frameworm.engine.processors import apply_processors
 from frameworm.engine.randomness import seed_everything
 from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import Job, TrainingSession
@@ -155,6 +156,7 @@ class Trainer:
         device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        apply_processors(training, process.local_rank, process.local_world_size)
         if self._sets_backend:
             apply_backend_flags(
                 tf32=gpu.tf32,

@@ -1,0 +1,59 @@
+"""Threads and cores of a process on the host."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from frameworm.config.schema import TrainingConfig
+
+log = logging.getLogger("frameworm")
+
+
+def apply_processors(training: TrainingConfig, local_rank: int, local_world_size: int) -> None:
+    """Bind the process to its cores and set torch's threads, as far as the config asks for it."""
+    if training.cpu_affinity and local_world_size > 1:
+        bind_to_share(local_rank, local_world_size)
+    if training.cpu_threads != "auto":
+        torch.set_num_threads(training.cpu_threads)
+
+
+def share_of(cores: list[int], index: int, count: int) -> list[int]:
+    """One of `count` nearly equal stretches of the cores; empty where there are fewer cores than that."""
+    if len(cores) < count:
+        return []
+    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+
+
+def bind_to_share(local_rank: int, local_world_size: int) -> None:
+    """Bind all threads of this process, and what they start, to its share of the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        log.warning("training.cpu_affinity: this system cannot bind processes to cores")
+        return
+    share = share_of(_cores_at_first(), local_rank, local_world_size)
+    if not share:
+        log.warning("training.cpu_affinity: %d processes share fewer cores than that", local_world_size)
+        return
+    # The call binds one thread; those that torch has started already need one each.
+    for thread in _threads():
+        try:
+            os.sched_setaffinity(thread, share)
+        except ProcessLookupError:
+            continue
+
+
+@functools.cache
+def _cores_at_first() -> list[int]:
+    """The cores before any binding: a second training in this process divides them anew."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def _threads() -> list[int]:
+    try:
+        return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return [0]

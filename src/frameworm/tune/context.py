@@ -1,0 +1,140 @@
+"""What knobs are asked about: the config as it stands, the machine, and what the workload can do. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from frameworm.config.load import load_config_from_mapping
+from frameworm.config.resolve import resolve
+from frameworm.config.schema import Config
+from frameworm.errors import ConfigError, DeviceError
+
+# Says why a config cannot fit in memory; None: it does, or nobody knows.
+Planner = Callable[[Config], str | None]
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the machine has, for one node."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    bf16: bool = False
+    capability: float | None = None  # compute capability of the GPU, such as 9.0
+    gpus: int = 0
+    cpus_usable: int = 1
+    torch_threads: int | None = None
+    memory_bytes: int | None = None  # of one device
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadFacts:
+    """What the workload can do; None: not known."""
+
+    accepts_packed: bool = False
+    has_token_lengths: bool = False
+    assembles_batches: bool = False  # no Python per sample, so loader processes do not pay
+    resident_bytes: int | None = None
+    samples_per_epoch: int | None = None
+    has_convolutions: bool = False
+    can_checkpoint: bool = True
+    parameter_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """The config as it stands and everything that decides what may be done to it.
+
+    Attributes:
+        config: As the user wrote it, with the changes accepted so far.
+        resolved: The same with every `auto` decided.
+    """
+
+    config: Config
+    machine: MachineFacts = field(default_factory=MachineFacts)
+    workload: WorkloadFacts = field(default_factory=WorkloadFacts)
+    world_size: int = 1
+    planner: Planner | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "resolved", self.resolve(self.config))
+
+    resolved: Config = field(init=False, repr=False, compare=False)
+
+    def resolve(self, config: Config) -> Config:
+        """A config as it would run here.
+
+        Raises:
+            ConfigError: It cannot.
+            DeviceError: It asks for a GPU that is not there.
+        """
+        return resolve(config, world_size=self.world_size, device=self.machine.device, bf16=self.machine.bf16)
+
+    def having(self, config: Config) -> Context:
+        """The same machine and workload under another config."""
+        return replace(self, config=config)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether training runs on a GPU."""
+        return self.resolved.gpu.device == "cuda"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step over all processes."""
+        assert self.resolved.training.global_batch is not None
+        return self.resolved.training.global_batch
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward pass on one device."""
+        assert isinstance(self.resolved.training.micro_batch, int)
+        return self.resolved.training.micro_batch
+
+    @property
+    def run_samples(self) -> int | None:
+        """Samples of the whole run; None: not known."""
+        training = self.config.training
+        by_epochs = None
+        if self.workload.samples_per_epoch is not None:
+            by_epochs = training.epochs * self.workload.samples_per_epoch
+        by_steps = None if training.max_steps is None else training.max_steps * self.global_batch
+        known = [count for count in (by_epochs, by_steps) if count is not None]
+        return min(known, default=None)
+
+    def why_not(self, changes: Changes) -> str | None:
+        """Why a config with these changes is not worth a trial; None: it may be tried."""
+        try:
+            changed = apply_changes(self.config, changes)
+            resolved = self.resolve(changed)
+        except (ConfigError, DeviceError) as error:
+            return str(error).splitlines()[0]
+        if resolved.training.global_batch != self.global_batch:
+            return f"the global batch would be {resolved.training.global_batch} instead of {self.global_batch}"
+        if resolved == self.resolved:
+            return "already so"
+        return self.planner(changed) if self.planner is not None else None
+
+
+def setting_of(config: Config, key: str) -> Any:
+    """A value by its dotted name; None where there is no such key."""
+    section, _, name = key.partition(".")
+    inner = getattr(config, section, None)
+    return getattr(inner, name, None) if name else inner
+
+
+def apply_changes(config: Config, changes: Changes) -> Config:
+    """A copy of a config with values changed by their dotted names.
+
+    Raises:
+        ConfigError: A key does not exist, a value does not fit, or the result is refused.
+    """
+    values = config.model_dump()
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if not isinstance(values.get(section), dict) or (section != "model" and name not in values[section]):
+            raise ConfigError(f"{key}: there is no such setting")
+        values[section][name] = value
+    return load_config_from_mapping(values, environ={})
