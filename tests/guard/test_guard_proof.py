@@ -78,7 +78,9 @@ def test_a_steady_slowdown_of_the_machine_cancels_in_abba() -> None:
 
 @pytest.mark.parametrize("make", [quiet, disturbed])
 @pytest.mark.parametrize("pairs", [5, 8])
-def test_null_changes_are_accepted_in_at_most_five_of_a_hundred(make: Callable[[int], Callable[[], float]], pairs: int) -> None:
+def test_null_changes_are_accepted_in_at_most_five_of_a_hundred(
+    make: Callable[[int], Callable[[], float]], pairs: int
+) -> None:
     tries = 400
     accepted = sum(prove(windows(0.0, pairs, make(seed)), SAME).verdict == "accepted" for seed in range(tries))
     assert accepted <= 0.05 * tries
@@ -179,7 +181,10 @@ def test_a_loss_that_is_not_finite_is_rejected_in_all_mathematics() -> None:
     steps = [*candidate.steps[:-1], StepEvidence(math.nan, *candidate.steps[-1][1:])]
     for mathematics in ("rounding", "more"):
         proof = prove(
-            windows(0.5, 8, quiet(0)), evidence_of(Learning(steps, candidate.updates)), mathematics=mathematics, consent=True  # type: ignore[arg-type]
+            windows(0.5, 8, quiet(0)),
+            evidence_of(Learning(steps, candidate.updates)),
+            mathematics=mathematics,
+            consent=True,  # type: ignore[arg-type]
         )
         assert proof.verdict == "rejected"
         assert "not finite" in proof.reason

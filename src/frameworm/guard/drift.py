@@ -1,7 +1,7 @@
 """Whether two loss curves from the same weights and samples differ by rounding alone.
 
-Rounding is a tiny push at every operation, and training amplifies pushes: after some hundred steps two curves that differ
-in the last bit of one weight may differ visibly. How fast that goes depends on the model, so it is measured: the
+Rounding is a tiny push at every operation, and training amplifies pushes: after some hundred steps two curves that
+differ in the last bit of one weight may differ visibly. How fast that goes depends on the model, so it is measured: the
 reference is the baseline itself, trained again from weights that were each moved by one unit of rounding of the coarser
 precision of both sides. What a candidate may differ by grows with what the reference differs by. Once that has grown
 to the size of what a step's samples happen to cost, a curve proves nothing any more, and later steps do not count:
@@ -94,7 +94,9 @@ def check_losses(
     if not all(map(math.isfinite, baseline)):
         return LossCheck(None, "the baseline's own loss is not finite")
     allowed = allowed_drift(baseline, [item for item in references if all(map(math.isfinite, item))], unit)
-    telling = _POWERLESS * max(step_noise(baseline), _PROGRESS * (max(baseline, default=0.0) - min(baseline, default=0.0)))
+    telling = _POWERLESS * max(
+        step_noise(baseline), _PROGRESS * (max(baseline, default=0.0) - min(baseline, default=0.0))
+    )
     counted = next((i for i in range(steps) if allowed[i] > telling), steps)
     ratios = [abs(candidate[i] - baseline[i]) / allowed[i] for i in range(counted)]
     worst = max(ratios, default=None)

@@ -185,7 +185,10 @@ def _learning_checks(
     if mathematics == "more":
         return [*checks, _finite(evidence), _approximate(consent, quality)], []
     losses = check_losses(
-        evidence.baseline.losses, evidence.candidate.losses, [item.losses for item in evidence.references], evidence.unit
+        evidence.baseline.losses,
+        evidence.candidate.losses,
+        [item.losses for item in evidence.references],
+        evidence.unit,
     )
     return [*checks, Check("loss", losses.passed, losses.detail)], losses.allowed
 

@@ -57,8 +57,8 @@ class Knob:
         applies: Whether it means anything here: True, or why not.
         mathematics: What it can change in the numbers; a function of the value where values differ.
         suggested_by: Codes of the findings that it is a remedy for.
-        expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order. Zero:
-            tried only where a finding suggests it, or with a partner.
+        expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
+            Zero: tried only where a finding suggests it, or with a partner.
         setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
         ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.
         partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one

@@ -89,7 +89,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         ("padding_waste", "compute_bound", "recompilation"),
         expected_gain=0.4,
         partners=("capture", "compile"),
-        reference={"data.balance": True},
+        reference={"data.batching": "padded", "data.balance": True},
     ),
     Knob(
         "resident",

@@ -19,7 +19,7 @@ def _micro_batches(context: Context) -> list[dict[str, Any]]:
     present = context.micro_batch
     sizes = {present * 2, present * 4, present * 8, present // 2, share}
     fitting = sorted(size for size in sizes if 0 < size <= share and share % size == 0 and size != present)
-    # The other words of the batch are pinned: with them left as they are another micro-batch might change the global one.
+    # The other words of the batch are pinned, or another micro-batch might change the global one.
     return [
         {
             "training.micro_batch": size,

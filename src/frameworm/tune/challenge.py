@@ -1,0 +1,167 @@
+"""The best config so far, and how a candidate is held against it: a trial first, then a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frameworm.config.schema import Config
+from frameworm.guard.proof import MINIMUM_GAIN
+from frameworm.tune.context import Context, apply_changes, setting_of
+from frameworm.tune.journal import Journal
+from frameworm.tune.knobs import Candidate, Knob
+from frameworm.tune.ledger import Ledger
+from frameworm.tune.outcomes import TrialResult
+from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, TuneResult
+
+# A first window this many times as slow as the best ends a trial.
+CLEARLY_WORSE = 1.25
+
+
+class Challenge:
+    """Holds the best config so far and lets candidates challenge it.
+
+    Args:
+        context: The config to start from, the machine and the workload.
+        ledger: Makes trials and proofs.
+        journal: Where the summary is written.
+        allow_approximate: Candidates may change the mathematics by more than rounding.
+        minimum_gain: The least speedup, less one, that is worth a change.
+        tell: Is told before and after everything.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        journal: Journal,
+        *,
+        allow_approximate: bool = False,
+        minimum_gain: float = MINIMUM_GAIN,
+        tell: Tell | None = None,
+    ) -> None:
+        self.context = context
+        self.start = context
+        self.ledger = ledger
+        self.best = TrialResult()
+        self.result = TuneResult(context.config, context.config, self.best, self.best, run_samples=context.run_samples)
+        self._journal = journal
+        self._allow_approximate = allow_approximate
+        self._minimum_gain = minimum_gain
+        self._tell = tell
+
+    def why_not(self, candidate: Candidate, setup_s: float) -> str | None:
+        """Why a candidate is not worth a trial."""
+        if candidate.mathematics == "more" and not self._allow_approximate:
+            return "changes more than rounding: needs --allow approximate"
+        run_s = self.result.run_s(self.best)
+        if run_s is not None and setup_s >= run_s:
+            return f"takes about {setup_s:.0f} s to start, and the whole run takes {run_s:.0f} s"
+        return self.context.why_not(candidate.changes)
+
+    def screen(self, candidate: Candidate, why: str) -> tuple[Attempt, TrialResult]:
+        """A trial of a candidate; `inconclusive` means that a proof is worth while."""
+        config = apply_changes(self.context.config, candidate.changes)
+        name, trial = self._trial(config, candidate.label)
+        attempt = self.add(candidate, "rejected", "", why, trial=name)
+        if trial.failure is not None:
+            attempt.status, attempt.failure, attempt.reason = "failed", trial.failure.kind, trial.failure.reason
+        elif not trial.seconds_per_sample:
+            attempt.status, attempt.failure, attempt.reason = "failed", "crash", "nothing was measured"
+        else:
+            attempt.screened = self.best.sample_s / trial.sample_s
+            if trial.stopped_early:
+                attempt.reason = f"clearly slower: {attempt.screened:.2f} x after its first window"
+            elif attempt.screened < 1 + self._minimum_gain / 2:
+                attempt.reason = f"no gain: {attempt.screened:.3f} x"
+            elif (cost := self._not_paid_back(trial)) is not None:
+                attempt.reason = cost
+            else:
+                attempt.status, attempt.reason = "inconclusive", f"{attempt.screened:.3f} x in its trial, not proved"
+        self.report(f"{candidate.label}: {attempt.reason}")
+        return attempt, trial
+
+    def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult) -> bool:
+        """Prove a candidate against the best so far, and keep it if that succeeds."""
+        config = apply_changes(self.context.config, candidate.changes)
+        self.report(f"proving {candidate.label}")
+        reserve = 1 if self.result.accepted else 0
+        outcome = self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
+        if outcome.failure is not None or outcome.proof is None:
+            attempt.status = "failed"
+            attempt.failure = outcome.failure.kind if outcome.failure else "crash"
+            attempt.reason = outcome.failure.reason if outcome.failure else "the proof gave no result"
+            return False
+        attempt.proof = outcome.proof
+        attempt.status, attempt.reason = outcome.proof.verdict, outcome.proof.reason
+        if outcome.proof.verdict != "accepted":
+            return False
+        before = {key: setting_of(self.context.config, key) for key in candidate.changes}
+        assert attempt.trial is not None
+        self.result.accepted.append(Accepted(candidate, before, config, trial, attempt.trial, attempt))
+        self.move_to(config, trial)
+        return True
+
+    def _not_paid_back(self, trial: TrialResult) -> str | None:
+        """Why a slower start does not pay over the whole run."""
+        samples = self.result.run_samples
+        if samples is None or trial.setup_s is None or self.best.setup_s is None:
+            return None
+        more_s = trial.setup_s - self.best.setup_s
+        saved_s = samples * (self.best.sample_s - trial.sample_s)
+        if more_s <= saved_s or more_s <= 0:
+            return None
+        return f"its start takes {more_s:.1f} s more and it saves {saved_s:.1f} s over the whole run"
+
+    def measure_start(self) -> TrialResult:
+        """The trial of the config as it is."""
+        _, self.best = self._trial(self.start.config, "the config as it is", racing=False)
+        self.result.baseline = self.result.final = self.best
+        return self.best
+
+    def _trial(self, config: Config, label: str, *, racing: bool = True) -> tuple[str, TrialResult]:
+        self.report(f"trying {label}")
+        limit_s = CLEARLY_WORSE * self.best.sample_s
+
+        def keep_going(windows: Sequence[float]) -> bool:
+            return not racing or not windows or min(windows) <= limit_s
+
+        return self.ledger.trial(config, label, keep_going, reserve=1 if len(self.result.accepted) > 1 else 0)
+
+    def move_to(self, config: Config, trial: TrialResult) -> None:
+        """Make a config the best one."""
+        self.context = self.context.having(config)
+        assert self.context.global_batch == self.start.global_batch, "the global batch never changes"
+        self.best = trial
+        self.result.best, self.result.final = config, trial
+
+    def add(self, candidate: Candidate, status: Status, reason: str, why: str, trial: str | None = None) -> Attempt:
+        """Write an attempt down."""
+        attempt = Attempt(candidate.knob, candidate.label, dict(candidate.changes), status, reason, why, trial=trial)
+        self.result.attempts.append(attempt)
+        return attempt
+
+    def has_tried(self, candidate: Candidate) -> bool:
+        """Whether these very changes were attempted."""
+        return any(item.changes == candidate.changes for item in self.result.attempts)
+
+    def is_accepted(self, knob: Knob) -> bool:
+        """Whether a change of the knob was kept."""
+        return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
+
+    def is_broken(self, knob: Knob) -> bool:
+        """Whether the knob failed, or learned something else."""
+        own = [item for item in self.result.attempts if item.knob == knob.name]
+        return any(item.status == "failed" or (item.proof and not only_gain_failed(item)) for item in own)
+
+    def report(self, doing: str) -> None:
+        """Write the summary anew and tell where things stand."""
+        self.result.spent_s, self.result.trials = self.ledger.spent_s, self.ledger.made
+        self._journal.write_summary(self.result.to_json())
+        if self._tell is not None:
+            self._tell(Progress(doing, self.result, self.ledger.budget))
+
+
+def only_gain_failed(attempt: Attempt) -> bool:
+    """Whether a proof found nothing wrong but the gain."""
+    assert attempt.proof is not None
+    return all(check.passed is not False for check in attempt.proof.checks if check.name != "gain")

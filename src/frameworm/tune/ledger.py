@@ -1,0 +1,200 @@
+"""Trials and proofs of a search, made once: from the journal where they are there, else by the runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TypeVar
+
+from frameworm.config.schema import Config
+from frameworm.errors import ConfigError
+from frameworm.tune.context import Changes, Context, apply_changes
+from frameworm.tune.journal import Journal
+from frameworm.tune.knobs import Candidate
+from frameworm.tune.outcomes import (
+    Budget,
+    Failure,
+    ProofRequest,
+    ProofResult,
+    Prove,
+    RunTrial,
+    TrialRequest,
+    TrialResult,
+    digest_of,
+    rounding_unit,
+    without_dropout,
+)
+
+log = logging.getLogger("frameworm")
+
+# A trial that was under way so often when the search died is taken to be what killed it.
+_DEADLY = 2
+
+Outcome = TypeVar("Outcome", TrialResult, ProofResult)
+
+
+class BudgetSpentError(Exception):
+    """There is no time or trial left; never leaves the search."""
+
+
+class Ledger:
+    """Makes trials and proofs, keeps the account of them, and never makes one twice.
+
+    Args:
+        run_trial: Runs a trial. Whatever it raises is a crash of that trial.
+        prove: Runs a proof, likewise.
+        budget: What all of them may take.
+        journal: Where they are kept.
+        consent: Other mathematics are allowed.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        run_trial: RunTrial,
+        prove: Prove,
+        budget: Budget,
+        journal: Journal,
+        *,
+        consent: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_trial = run_trial
+        self._prove = prove
+        self.budget = budget
+        self._journal = journal
+        self._consent = consent
+        self._clock = clock
+        self.spent_s = 0.0
+        self._walls: dict[str, list[float]] = {"trial": [], "proof": []}
+        self._seen: dict[tuple[str, str], TrialResult | ProofResult] = {}
+
+    @property
+    def made(self) -> int:
+        """Trials and proofs so far, those of an earlier process included."""
+        return len(self._seen)
+
+    def usual_s(self, kind: str) -> float:
+        """What a trial or proof takes; proofs are two runs until one was made."""
+        if self._walls[kind]:
+            return median(self._walls[kind])
+        return 2 * self.usual_s("trial") if kind == "proof" else 0.0
+
+    def trial(
+        self, config: Config, label: str, keep_going: Callable[[Sequence[float]], bool], *, reserve: int = 0
+    ) -> tuple[str, TrialResult]:
+        """The trial of a config.
+
+        Args:
+            config: What to run.
+            label: What is tried.
+            keep_going: See `TrialRequest`.
+            reserve: Proofs that there must be budget for afterwards.
+
+        Raises:
+            BudgetSpentError: There is no budget for it.
+        """
+        name = digest_of(config)
+
+        def make(timeout_s: float | None) -> TrialResult:
+            return self._run_trial(TrialRequest(name, config, label, timeout_s, keep_going))
+
+        return name, self._once("trial", name, label, make, TrialResult, reserve)
+
+    def proof(
+        self, baseline: Config, candidate: Config, change: Candidate, context: Context, *, reserve: int = 0
+    ) -> ProofResult:
+        """The proof of a change; the context gives the machine.
+
+        Raises:
+            BudgetSpentError: There is no budget for it.
+        """
+        name = digest_of(baseline, candidate)
+        unit = rounding_unit(context.resolve(baseline), context.resolve(candidate))
+        also = {key: value for key, value in change.reference.items() if key not in change.changes}
+
+        def make(timeout_s: float | None) -> ProofResult:
+            request = ProofRequest(
+                name,
+                baseline,
+                candidate,
+                _learning(baseline, {**without_dropout(baseline), **change.reference}),
+                _learning(candidate, {**without_dropout(candidate), **also}),
+                change.mathematics,
+                unit,
+                self._consent,
+                change.label,
+                timeout_s,
+            )
+            return self._prove(request)
+
+        return self._once("proof", name, change.label, make, ProofResult, reserve)
+
+    def _once(
+        self,
+        kind: str,
+        name: str,
+        label: str,
+        make: Callable[[float | None], Outcome],
+        outcome: type[Outcome],
+        reserve: int,
+    ) -> Outcome:
+        seen = self._seen.get((kind, name))
+        if seen is not None:
+            assert isinstance(seen, outcome)
+            return seen
+        stored = self._journal.finished(kind, name)
+        if stored is not None:
+            result, wall_s = outcome.from_json(stored.result), stored.wall_s
+        elif self._journal.begun(kind, name) >= _DEADLY:
+            reason = f"the search died {self._journal.begun(kind, name)} times during this {kind}"
+            result, wall_s = outcome(failure=Failure("crash", reason)), 0.0
+            self._journal.end(kind, name, result.to_json(), wall_s)
+        else:
+            left_s = self._left_s(kind, reserve)
+            self._journal.begin(kind, name, label)
+            began = self._clock()
+            result = self._guarded(make, left_s, outcome)
+            wall_s = self._clock() - began
+            self._journal.end(kind, name, result.to_json(), wall_s)
+        self.spent_s += wall_s
+        # A search that goes on must find the same budget spent as the one that was killed did.
+        self._walls[kind].append(wall_s)
+        self._seen[kind, name] = result
+        return result
+
+    def _left_s(self, kind: str, reserve: int) -> float | None:
+        """Seconds for the next one."""
+        if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
+            raise BudgetSpentError(f"the budget of {self.budget.trials} trials is spent")
+        if self.budget.time_s is None:
+            return None
+        left_s = self.budget.time_s - self.spent_s - reserve * self.usual_s("proof")
+        if self.made and left_s < self.usual_s(kind):
+            raise BudgetSpentError(f"the budget of {self.budget.time_s:.0f} s is spent")
+        return left_s
+
+    def _guarded(
+        self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]
+    ) -> Outcome:
+        try:
+            return make(left_s)
+        except MemoryError as error:
+            return outcome(failure=Failure("oom", str(error) or "out of memory"))
+        except ConfigError as error:
+            return outcome(failure=Failure("not_applicable", str(error)))
+        except TimeoutError as error:
+            return outcome(failure=Failure("hang", str(error) or "took too long"))
+        except Exception as error:
+            log.debug("a trial failed", exc_info=True)
+            return outcome(failure=Failure("crash", f"{type(error).__name__}: {error}"))
+
+
+def _learning(config: Config, changes: Changes) -> Config:
+    """A config for the comparison of learning; as it is where the changes do not fit it."""
+    try:
+        return apply_changes(config, changes)
+    except ConfigError:
+        return config

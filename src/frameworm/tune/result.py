@@ -1,0 +1,172 @@
+"""What a search tells: every attempt with its reason, the changes that were accepted, and what they gain together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from frameworm.config.schema import Config
+from frameworm.guard.gain import Speedup
+from frameworm.guard.proof import Proof
+from frameworm.tune.context import setting_of
+from frameworm.tune.knobs import Candidate
+from frameworm.tune.outcomes import Budget, FailureKind, TrialResult
+
+# failed: the trial gave no figure. skipped: no trial was made, for the reason given.
+Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
+
+
+@dataclass
+class Attempt:
+    """One candidate and what came of it.
+
+    Attributes:
+        knob: Name of the knob, or names joined by `+`.
+        label: The changes as users write them.
+        changes: Dotted keys and new values.
+        status: What came of it.
+        reason: Why.
+        why: The finding that led to it, or another word.
+        screened: How many times as fast as the best config of that time its trial was; None: no figure.
+        failure: Kind of failure.
+        proof: The proof, where there was one.
+        trial: Id of its trial.
+    """
+
+    knob: str
+    label: str
+    changes: dict[str, Any]
+    status: Status
+    reason: str
+    why: str = ""
+    screened: float | None = None
+    failure: FailureKind | None = None
+    proof: Proof | None = None
+    trial: str | None = None
+
+
+@dataclass
+class Accepted:
+    """A change that stays.
+
+    Attributes:
+        candidate: What was changed.
+        before: The values it replaced, by dotted key.
+        config: The whole config with it.
+        trial: The trial of that config.
+        trial_id: Its id.
+        attempt: The attempt that led to it.
+    """
+
+    candidate: Candidate
+    before: dict[str, Any]
+    config: Config
+    trial: TrialResult
+    trial_id: str
+    attempt: Attempt
+
+    @property
+    def speedup(self) -> Speedup:
+        """What the change gained over the best config of that time."""
+        assert self.attempt.proof is not None
+        assert self.attempt.proof.speedup is not None
+        return self.attempt.proof.speedup
+
+
+@dataclass
+class TuneResult:
+    """A whole search.
+
+    Attributes:
+        start: The config it began with.
+        best: The config it ended with; the same global batch.
+        baseline: The trial of `start`.
+        final: The trial of `best`.
+        accepted: The changes between them, in order.
+        attempts: Everything that was tried, and what was not with its reason.
+        total: The proof of `best` against `start`; None: there was no budget left for it, or nothing to prove.
+        run_samples: Samples of the whole run, None: not known.
+        spent_s: Seconds of all trials and proofs.
+        trials: Number of trials and proofs.
+        stopped: Why the search ended.
+    """
+
+    start: Config
+    best: Config
+    baseline: TrialResult
+    final: TrialResult
+    accepted: list[Accepted] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    total: Proof | None = None
+    run_samples: int | None = None
+    spent_s: float = 0.0
+    trials: int = 0
+    stopped: str = ""
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """`best` over `start`: proved as a whole, or by its only change; else unknown."""
+        if self.total is not None:
+            return self.total.speedup
+        return self.accepted[0].speedup if len(self.accepted) == 1 else None
+
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """Every key that differs, with its value before and after."""
+        keys = dict.fromkeys(key for item in self.accepted for key in item.candidate.changes)
+        pairs = {key: (setting_of(self.start, key), setting_of(self.best, key)) for key in keys}
+        return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+    def run_s(self, trial: TrialResult) -> float | None:
+        """Seconds of the whole run at a trial's speed, start-up included."""
+        if self.run_samples is None or not trial.seconds_per_sample:
+            return None
+        return self.run_samples * trial.sample_s + (trial.setup_s or 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `tune.json` holds."""
+        speedup = self.speedup
+        return {
+            "name": self.start.name,
+            "speedup": None if speedup is None else asdict(speedup),
+            "changes": {key: {"before": before, "after": after} for key, (before, after) in self.changes.items()},
+            "accepted": [_plain(item) for item in self.accepted],
+            "attempts": [asdict(item) for item in self.attempts],
+            "baseline": self.baseline.to_json(),
+            "final": self.final.to_json(),
+            "total": None if self.total is None else self.total.to_json(),
+            "run_samples": self.run_samples,
+            "run_s_before": self.run_s(self.baseline),
+            "run_s_after": self.run_s(self.final),
+            "spent_s": self.spent_s,
+            "trials": self.trials,
+            "stopped": self.stopped,
+            "start": self.start.model_dump(mode="json"),
+            "best": self.best.model_dump(mode="json"),
+        }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands: what it is at, and everything so far (`result.stopped` is empty until the end)."""
+
+    doing: str
+    result: TuneResult
+    budget: Budget
+
+
+Tell = Callable[[Progress], None]
+
+
+def _plain(item: Accepted) -> dict[str, Any]:
+    return {
+        "knob": item.candidate.knob,
+        "changes": dict(item.candidate.changes),
+        "before": item.before,
+        "mathematics": item.candidate.mathematics,
+        "why": item.attempt.why,
+        "speedup": asdict(item.speedup),
+        "trial": item.trial_id,
+        "setup_s": item.trial.setup_s,
+    }

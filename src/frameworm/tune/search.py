@@ -1,0 +1,274 @@
+"""The closed loop: the verdict picks a knob, its values are tried, the best of them is proved, and so on from there.
+
+The search decides by outcomes alone and every outcome is in the journal: a killed search is run again from its
+beginning, finds what it had asked for already answered, and so comes to the place where it stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from frameworm.guard.proof import MINIMUM_GAIN
+from frameworm.tune.challenge import Challenge, only_gain_failed
+from frameworm.tune.context import Context, apply_changes, setting_of
+from frameworm.tune.journal import Journal
+from frameworm.tune.knobs import Candidate, Knob
+from frameworm.tune.ledger import BudgetSpentError, Ledger
+from frameworm.tune.order import Promise, in_order, promise_of
+from frameworm.tune.outcomes import Budget, Prove, RunTrial, TrialResult, digest_of
+from frameworm.tune.result import Attempt, Tell, TuneResult
+
+# Values of a scale beyond one that is so much slower than its neighbour are not tried.
+_PAST_THE_PEAK = 0.97
+# Near break-even a change is worth a second trial once the config has changed around it.
+_NEARLY_EVEN = 0.9
+# A change that brought this much is not tried without.
+_SURELY_GOOD = 1.3
+
+
+class Search:
+    """Looks for the fastest config that learns the same.
+
+    Args:
+        knobs: What may be changed.
+        context: The config to start from, the machine and the workload.
+        run_trial: Measures one config; see `TrialRequest`.
+        prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
+        budget: What all trials and proofs may take.
+        journal: Remembers them; made by `Journal(folder, search_name(context))`.
+        allow_approximate: Also try what changes the mathematics by more than rounding.
+        minimum_gain: The least speedup, less one, that is worth a change.
+        tell: Is told before and after everything.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        context: Context,
+        run_trial: RunTrial,
+        prove: Prove,
+        budget: Budget,
+        journal: Journal,
+        *,
+        allow_approximate: bool = False,
+        minimum_gain: float = MINIMUM_GAIN,
+        tell: Tell | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._knobs = {knob.name: knob for knob in knobs}
+        ledger = Ledger(run_trial, prove, budget, journal, consent=allow_approximate, clock=clock)
+        self._challenge = Challenge(
+            context, ledger, journal, allow_approximate=allow_approximate, minimum_gain=minimum_gain, tell=tell
+        )
+        self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
+
+    @property
+    def result(self) -> TuneResult:
+        """What is known so far."""
+        return self._challenge.result
+
+    def run(self) -> TuneResult:
+        """Search until nothing is left to try or the budget is spent."""
+        try:
+            baseline = self._challenge.measure_start()
+            if baseline.failure is not None:
+                return self._ended(f"the config itself fails: {baseline.failure.reason}")
+            self._turn_all()
+            self._turn_together()
+            self._turn_again()
+            self._turn_back()
+            why = "everything was tried"
+        except BudgetSpentError as spent:
+            why = str(spent)
+        self._prove_total()
+        self._list_skipped(why)
+        return self._ended(why)
+
+    # One knob
+
+    def _turn_all(self) -> None:
+        while (following := self._next()) is not None:
+            self._turn(*following)
+
+    def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
+        """The knob that promises most, of those not turned yet."""
+        open_ones = []
+        for knob in self._knobs.values():
+            if knob.name in self._tried or knob.why_not(self._challenge.context) is not None:
+                continue
+            candidates = self._possible(knob)
+            promise = promise_of(knob, candidates, self._challenge.context, self._challenge.best)
+            if candidates and promise.gain > 0:
+                open_ones.append((knob, candidates, promise))
+        return max(open_ones, key=lambda item: item[2][:2], default=None)
+
+    def _possible(self, knob: Knob) -> list[Candidate]:
+        found = knob.candidates(self._challenge.context)
+        return [candidate for candidate in found if self._challenge.why_not(candidate, knob.setup_s) is None]
+
+    def _turn(self, knob: Knob, candidates: Sequence[Candidate], promise: Promise) -> bool:
+        """Try the values of a knob and prove the fastest; whether one was accepted."""
+        self._tried[knob.name] = len(self.result.accepted)
+        promising: list[tuple[Attempt, Candidate, TrialResult]] = []
+        screened: dict[float, float] = {}
+        present = knob.position_of(self._challenge.context)
+        for candidate in in_order(knob, candidates, self._challenge.context, self._challenge.best):
+            beyond = _past_the_peak(candidate.position, present, screened) if knob.ordered else None
+            if beyond is not None:
+                self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond:g} is already slower", promise.why)
+                continue
+            attempt, trial = self._challenge.screen(candidate, promise.why)
+            if attempt.screened is not None or attempt.failure == "oom":
+                screened[candidate.position] = attempt.screened or 0.0
+            if attempt.status == "inconclusive":
+                promising.append((attempt, candidate, trial))
+        promising.sort(key=lambda item: item[2].sample_s)
+        for place, (attempt, candidate, trial) in enumerate(promising):
+            if self._challenge.prove(attempt, candidate, trial):
+                for other, _, _ in promising[place + 1 :]:
+                    other.status, other.reason = "rejected", f"{candidate.label} is faster"
+                self._challenge.report(f"accepted {candidate.label}")
+                return True
+            if attempt.proof is not None and only_gain_failed(attempt):
+                for other, _, _ in promising[place + 1 :]:
+                    other.status, other.reason = "rejected", f"slower than {candidate.label}, which gains nothing"
+                break
+        return False
+
+    # Several knobs
+
+    def _turn_together(self) -> None:
+        """Pairs that work together, where each alone failed or was not worth it."""
+        for knob in self._knobs.values():
+            for other in (self._knobs[name] for name in knob.partners if name in self._knobs):
+                if self._challenge.is_accepted(knob) or self._challenge.is_accepted(other):
+                    continue
+                bundle = next(self._bundles(knob, other), None)
+                if bundle is not None and not self._challenge.has_tried(bundle):
+                    self._try_alone(bundle, "together", knob.setup_s + other.setup_s)
+
+    def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
+        """The most promising value of one, with what then is the most promising value of the other."""
+        if other.why_not(self._challenge.context) is not None:
+            return
+        for first in in_order(
+            other, other.candidates(self._challenge.context), self._challenge.context, self._challenge.best
+        ):
+            if self._challenge.why_not(first, 0.0) is not None:
+                continue
+            there = self._challenge.context.having(apply_changes(self._challenge.context.config, first.changes))
+            if knob.why_not(there) is not None:
+                continue
+            for second in in_order(knob, knob.candidates(there), there, self._challenge.best):
+                yield _together(first, second)
+
+    def _turn_again(self) -> None:
+        """Knobs that did not pay before others were turned, and nearly did or work together with those."""
+        again = []
+        for knob in self._knobs.values():
+            if knob.name not in self._tried or self._challenge.is_accepted(knob):
+                continue
+            since = {item.candidate.knob for item in self.result.accepted[self._tried[knob.name] :]}
+            names = {part for name in since for part in name.split("+")}
+            figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
+            nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.is_broken(knob)
+            if names & set(knob.partners) or (names and nearly):
+                again.append((bool(names & set(knob.partners)), max(figures, default=0.0), knob))
+        for _, _, knob in sorted(again, key=lambda item: item[:2], reverse=True):
+            candidates = [item for item in self._possible(knob) if knob.why_not(self._challenge.context) is None]
+            if candidates:
+                self._turn(knob, candidates, Promise(0, 0.0, "tried again"))
+
+    def _turn_back(self) -> None:
+        """Each accepted change is left out once, but for the last and those that gained much."""
+        for item in sorted(self.result.accepted[:-1], key=lambda item: item.speedup.value):
+            if item.speedup.value >= _SURELY_GOOD:
+                continue
+            back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
+            mathematics, reference = item.candidate.mathematics, item.candidate.reference
+            undo = Candidate(f"without {item.candidate.knob}", back, mathematics, reference)
+            if self._try_alone(undo, "interaction"):
+                item.attempt.reason += "; taken back, as it slows down what came after it"
+
+    def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0) -> bool:
+        refused = self._challenge.why_not(candidate, setup_s)
+        if refused is not None:
+            self._challenge.add(candidate, "skipped", refused, why)
+            return False
+        attempt, trial = self._challenge.screen(candidate, why)
+        return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial)
+
+    def _prove_total(self) -> None:
+        """Prove the best config against the first; what does not hold together is taken back from the end."""
+        accepted = self.result.accepted
+        while len(accepted) > 1:
+            merged = accepted[0].candidate
+            for item in accepted[1:]:
+                merged = _together(merged, item.candidate)
+            self._challenge.report("proving all changes together")
+            try:
+                outcome = self._challenge.ledger.proof(
+                    self._challenge.start.config, self._challenge.context.config, merged, self._challenge.start
+                )
+            except BudgetSpentError:
+                return
+            self.result.total = outcome.proof
+            if outcome.proof is None or outcome.proof.verdict != "rejected":
+                return
+            last = accepted.pop()
+            last.attempt.status = "rejected"
+            last.attempt.reason = f"together with the others: {outcome.proof.reason}"
+            self.result.total = None
+            self._challenge.move_to(accepted[-1].config, accepted[-1].trial)
+
+    # The account
+
+    def _list_skipped(self, why: str) -> None:
+        """Everything that was never tried, with its reason."""
+        for knob in self._knobs.values():
+            refused = knob.why_not(self._challenge.context)
+            for candidate in knob.candidates(self._challenge.context) if refused is None else ():
+                if not self._challenge.has_tried(candidate) and not self._challenge.is_accepted(knob):
+                    reason = self._challenge.why_not(candidate, knob.setup_s) or _unless_tried(why)
+                    self._challenge.add(candidate, "skipped", reason, "")
+            if refused is not None and knob.name not in self._tried:
+                self.result.attempts.append(Attempt(knob.name, knob.keys[0], {}, "skipped", refused))
+
+    def _ended(self, why: str) -> TuneResult:
+        self.result.stopped = why
+        self._challenge.report(why)
+        return self.result
+
+
+def search_name(context: Context) -> str:
+    """Names a search: what it starts from and the kind of machine; trials of one are of no use to another."""
+    return f"{digest_of(context.config)} {context.world_size} {context.machine}"
+
+
+def _unless_tried(why: str) -> str:
+    return why if "budget" in why else "no finding asks for it"
+
+
+def _together(first: Candidate, second: Candidate) -> Candidate:
+    order = ("nothing", "rounding", "more")
+    coarser = max(first.mathematics, second.mathematics, key=order.index)
+    changes = {**first.changes, **second.changes}
+    return Candidate(f"{first.knob}+{second.knob}", changes, coarser, {**first.reference, **second.reference})
+
+
+def _past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> float | None:
+    """A value between here and the present one that is already slower than its neighbour towards the present."""
+    if present is None:
+        return None
+    side = [item for item in screened if (item - present) * (position - present) > 0]
+    side = sorted(
+        (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)
+    )
+    before = 1.0
+    for item in side:
+        if screened[item] < _PAST_THE_PEAK * before:
+            return item
+        before = screened[item]
+    return None
