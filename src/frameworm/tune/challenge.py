@@ -148,10 +148,14 @@ class Challenge:
         """Whether a change of the knob was kept."""
         return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
 
-    def is_broken(self, knob: Knob) -> bool:
-        """Whether the knob failed, or learned something else."""
+    def learned_otherwise(self, knob: Knob) -> bool:
+        """Whether a proof found that the knob, alone, changes what is learned."""
         own = [item for item in self.result.attempts if item.knob == knob.name]
-        return any(item.status == "failed" or (item.proof and not only_gain_failed(item)) for item in own)
+        return any(item.proof is not None and not only_gain_failed(item) for item in own)
+
+    def has_failed(self, knob: Knob) -> bool:
+        """Whether a trial or proof of the knob, alone, gave no figure."""
+        return any(item.knob == knob.name and item.status == "failed" for item in self.result.attempts)
 
     def report(self, doing: str) -> None:
         """Write the summary anew and tell where things stand."""

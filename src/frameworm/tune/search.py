@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 
 from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.challenge import Challenge, only_gain_failed
@@ -17,7 +18,7 @@ from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.ledger import BudgetSpentError, Ledger
 from frameworm.tune.order import Promise, in_order, promise_of
 from frameworm.tune.outcomes import Budget, Prove, RunTrial, TrialResult, digest_of
-from frameworm.tune.result import Attempt, Tell, TuneResult
+from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.
 _PAST_THE_PEAK = 0.97
@@ -25,6 +26,8 @@ _PAST_THE_PEAK = 0.97
 _NEARLY_EVEN = 0.9
 # A change that brought this much is not tried without.
 _SURELY_GOOD = 1.3
+# Combinations that nothing but single figures near break-even speaks for.
+_MOST_GUESSES = 8
 
 
 class Search:
@@ -63,6 +66,7 @@ class Search:
             context, ledger, journal, allow_approximate=allow_approximate, minimum_gain=minimum_gain, tell=tell
         )
         self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
+        self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
 
     @property
     def result(self) -> TuneResult:
@@ -79,6 +83,8 @@ class Search:
             self._turn_together()
             self._turn_again()
             self._turn_back()
+            if self._guess():
+                self._turn_again()
             why = "everything was tried"
         except BudgetSpentError as spent:
             why = str(spent)
@@ -124,6 +130,8 @@ class Search:
                 screened[candidate.position] = attempt.screened or 0.0
             if attempt.status == "inconclusive":
                 promising.append((attempt, candidate, trial))
+            if attempt.screened is not None and attempt.screened >= _NEARLY_EVEN:
+                self._near[candidate.label] = (attempt.screened, candidate)
         promising.sort(key=lambda item: item[2].sample_s)
         for place, (attempt, candidate, trial) in enumerate(promising):
             if self._challenge.prove(attempt, candidate, trial):
@@ -143,7 +151,7 @@ class Search:
         """Pairs that work together, where each alone failed or was not worth it."""
         for knob in self._knobs.values():
             for other in (self._knobs[name] for name in knob.partners if name in self._knobs):
-                if self._challenge.is_accepted(knob) or self._challenge.is_accepted(other):
+                if self._is_settled(knob) or self._is_settled(other):
                     continue
                 bundle = next(self._bundles(knob, other), None)
                 if bundle is not None and not self._challenge.has_tried(bundle):
@@ -168,12 +176,12 @@ class Search:
         """Knobs that did not pay before others were turned, and nearly did or work together with those."""
         again = []
         for knob in self._knobs.values():
-            if knob.name not in self._tried or self._challenge.is_accepted(knob):
+            if knob.name not in self._tried or self._is_settled(knob):
                 continue
             since = {item.candidate.knob for item in self.result.accepted[self._tried[knob.name] :]}
             names = {part for name in since for part in name.split("+")}
             figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
-            nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.is_broken(knob)
+            nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.has_failed(knob)
             if names & set(knob.partners) or (names and nearly):
                 again.append((bool(names & set(knob.partners)), max(figures, default=0.0), knob))
         for _, _, knob in sorted(again, key=lambda item: item[:2], reverse=True):
@@ -186,11 +194,30 @@ class Search:
         for item in sorted(self.result.accepted[:-1], key=lambda item: item.speedup.value):
             if item.speedup.value >= _SURELY_GOOD:
                 continue
-            back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
-            mathematics, reference = item.candidate.mathematics, item.candidate.reference
-            undo = Candidate(f"without {item.candidate.knob}", back, mathematics, reference)
-            if self._try_alone(undo, "interaction"):
+            if self._try_alone(self._undo(item), "interaction"):
                 item.attempt.reason += "; taken back, as it slows down what came after it"
+
+    def _guess(self) -> bool:
+        """Pairs of changes that nearly paid alone, and such a change in the place of a small one; whether one did."""
+        near = [item for item in self._near.values() if not self._is_settled(self._knobs[item[1].knob])]
+        pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
+        found = [(one * other, _together(first, second)) for (one, first), (other, second) in pairs]
+        for item in self.result.accepted:
+            if item.attempt.why != "interaction":
+                undo = self._undo(item)
+                found += [(figure / item.speedup.value, _together(undo, candidate)) for figure, candidate in near]
+        accepted = False
+        for _, candidate in sorted(found, key=lambda item: -item[0])[:_MOST_GUESSES]:
+            accepted = self._try_alone(candidate, "interaction") or accepted
+        return accepted
+
+    def _is_settled(self, knob: Knob) -> bool:
+        """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
+        return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
+
+    def _undo(self, item: Accepted) -> Candidate:
+        back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
+        return Candidate(f"without {item.candidate.knob}", back, item.candidate.mathematics, item.candidate.reference)
 
     def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0) -> bool:
         refused = self._challenge.why_not(candidate, setup_s)
