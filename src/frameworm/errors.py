@@ -53,6 +53,10 @@ class RunFolderError(FramewormError, RuntimeError):
     """A run folder is missing, unreadable, or would be written over."""
 
 
+class BaselineError(FramewormError, ValueError):
+    """A baseline cannot be read, or is of other work than what is compared with it."""
+
+
 class MissingPackageError(FramewormError, ImportError):
     """An optional package is needed; the message holds the install line."""
 

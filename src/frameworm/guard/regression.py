@@ -1,0 +1,261 @@
+"""Is a run as good as its baseline? Time, memory and quality, each with a limit of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from frameworm.errors import BaselineError
+from frameworm.guard.comparison import (
+    Difference,
+    Explanation,
+    PhaseChange,
+    differences,
+    explain,
+    hardware_differences,
+    phase_changes,
+    work_differences,
+)
+from frameworm.guard.figures import FEWEST_STEPS, RunFigures
+from frameworm.guard.limits import Limits
+from frameworm.guard.statistics import PRIOR_SPREAD, Level, independent_ratio, run_spread
+from frameworm.records.estimate import quantile
+
+OK = "ok"
+REGRESSION = "regression"
+INCONCLUSIVE = "inconclusive"
+NOT_JUDGED = "not judged"
+EXIT_CODES = {OK: 0, REGRESSION: 1, INCONCLUSIVE: 3}
+
+# An ok for the time of a step means that twice the limit is out of the question.
+SEEN = 2.0
+# Below these a relative change says nothing.
+SMALLEST_BYTES = 16 * 2**20
+SMALLEST_LOSS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One guarded measure.
+
+    `change` is relative, except for accuracy, where it is in points (0.01: from 90% to 91%); `low` and `high` are its
+    95% interval where there is one.
+    """
+
+    name: str  # typical_step | mean_step | device_memory | host_memory | val_accuracy | val_loss | train_loss
+    verdict: str
+    before: float | None
+    after: float | None
+    change: float | None
+    limit: float
+    low: float | None = None
+    high: float | None = None
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class Judgement:
+    """What the guard says; `exit_code` is 0, 1 or 3."""
+
+    verdict: str = OK
+    reasons: list[str] = field(default_factory=list)  # why nothing could be judged at all
+    checks: list[Check] = field(default_factory=list)
+    phases: list[PhaseChange] = field(default_factory=list)
+    explanation: Explanation | None = None
+    settings: list[Difference] = field(default_factory=list)
+    environment: list[Difference] = field(default_factory=list)
+    run_spread: float | None = None
+    spread_learned: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command line."""
+        return EXIT_CODES[self.verdict]
+
+
+def judge(
+    before: Sequence[RunFigures],
+    after: Sequence[RunFigures],
+    limits: Limits | None = None,
+    *,
+    allow_different_hardware: bool = False,
+) -> Judgement:
+    """Compare runs with a baseline.
+
+    Args:
+        before: The runs of the baseline; from two on, the spread between runs is learned from them.
+        after: The runs to judge.
+        limits: What is still accepted.
+        allow_different_hardware: Go on when the machines are of two kinds.
+
+    Raises:
+        BaselineError: The baseline is of other work, or of a run that did not end well.
+    """
+    assert before and after, "there is nothing to compare"
+    limits = limits or Limits()
+    _check_baseline(before, after)
+    judgement = Judgement()
+    judgement.settings = differences(before[-1].settings, after[-1].settings)
+    judgement.reasons = _hindrances(before, after, allow_different_hardware)
+    if judgement.reasons:
+        judgement.verdict = INCONCLUSIVE
+        return judgement
+    judgement.environment = differences(before[-1].environment, after[-1].environment)
+    if limits.regression is not None:
+        _judge_time(judgement, before, after, limits.regression)
+    if limits.memory is not None:
+        for name in ("device_bytes", "host_bytes"):
+            _judge_memory(judgement, name, before, after, limits.memory)
+    for name, limit in (
+        ("val_accuracy", limits.accuracy_drop),
+        ("val_loss", limits.loss_increase),
+        ("train_loss", limits.loss_increase),
+    ):
+        if limit is not None:
+            _judge_quality(judgement, name, before, after, limit)
+    verdicts = {check.verdict for check in judgement.checks}
+    judgement.verdict = next((name for name in (REGRESSION, INCONCLUSIVE) if name in verdicts), OK)
+    if not verdicts - {NOT_JUDGED}:
+        judgement.verdict = INCONCLUSIVE
+        judgement.reasons.append("nothing could be judged")
+    return judgement
+
+
+def _check_baseline(before: Sequence[RunFigures], after: Sequence[RunFigures]) -> None:
+    for run in before:
+        if run.status != "completed":
+            raise BaselineError(f"the baseline run {run.name} is {run.status}; a baseline is made of completed runs")
+    for run in (*before, *after):
+        for item in work_differences(before[0], run):
+            raise BaselineError(
+                f"{run.name} does other work than the baseline: {item.name} is {item.after}, not {item.before}; "
+                "compare like with like, or look at the two with `frameworm compare`"
+            )
+
+
+def _hindrances(before: Sequence[RunFigures], after: Sequence[RunFigures], allow_different_hardware: bool) -> list[str]:
+    reasons = [
+        f"{run.name} is {run.status}; only completed runs are judged" for run in after if run.status != "completed"
+    ]
+    for run in (*before, *after):
+        if run.measured_steps < FEWEST_STEPS and run.status == "completed":
+            reasons.append(
+                f"{run.name} is too short: {run.measured_steps} steps after {run.left_out} of warm-up, and "
+                f"{FEWEST_STEPS} are needed"
+            )
+    if not allow_different_hardware:
+        found = {item for run in (*before, *after) for item in _hashable(hardware_differences(before[0], run))}
+        for name, mine, theirs in sorted(found):
+            reasons.append(f"different hardware: {name} is {theirs}, and {mine} in the baseline")
+    return reasons
+
+
+def _hashable(items: list[Difference]) -> list[tuple[str, str, str]]:
+    return [(item.name, str(item.before), str(item.after)) for item in items]
+
+
+def _judge_time(
+    judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
+) -> None:
+    old, new = _levels(before, "typical"), _levels(after, "typical")
+    judgement.run_spread, freedom = run_spread(old, new)
+    judgement.spread_learned = freedom > 0
+    if not judgement.spread_learned:
+        judgement.notes.append(
+            f"one run on each side: runs are taken to differ by {PRIOR_SPREAD * 100:.1f}% by themselves; a baseline "
+            "of several runs shows how much they do"
+        )
+    judgement.checks.append(_time_check("typical_step", old, new, limit, needs_sight=True))
+    judgement.checks.append(
+        _time_check("mean_step", _levels(before, "mean"), _levels(after, "mean"), limit, needs_sight=False)
+    )
+    judgement.phases = phase_changes(before, after)
+    judgement.explanation = explain(judgement.phases)
+
+
+def _levels(runs: Sequence[RunFigures], kind: str) -> list[Level]:
+    return [level for run in runs if (level := getattr(run, kind)()) is not None]
+
+
+def _time_check(name: str, old: list[Level], new: list[Level], limit: float, *, needs_sight: bool) -> Check:
+    """A regression is a change beyond the limit that is not noise.
+
+    Stalls are rare, so a mean is known less well than the typical step; `needs_sight` asks that twice the limit be out
+    of the question, too, before it is ok.
+    """
+    found = independent_ratio(old, new)
+    reason = None
+    if found.change > limit:
+        verdict = REGRESSION if found.low > 1 else INCONCLUSIVE
+        reason = "beyond the limit, but it may be noise" if verdict == INCONCLUSIVE else None
+    elif needs_sight and found.high - 1 > SEEN * limit:
+        verdict = INCONCLUSIVE
+        reason = f"too noisy to see {limit * 100:g}%"
+    else:
+        verdict = OK
+    before_s, after_s = (
+        math.exp(math.fsum(level.value for level in group) / len(group)) for group in (old, new)
+    )
+    return Check(name, verdict, before_s, after_s, found.change, limit, found.low - 1, found.high - 1, reason)
+
+
+def _judge_memory(
+    judgement: Judgement, name: str, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
+) -> None:
+    old = [run.memory[name] for run in before if name in run.memory]
+    new = [run.memory[name] for run in after if name in run.memory]
+    if not old or not new:
+        return
+    # The largest of the judged, against what the baseline is used to.
+    usual, most = math.fsum(old) / len(old), max(new)
+    change = most / usual - 1 if usual > 0 else 0.0
+    worse = change > limit and most - usual > SMALLEST_BYTES
+    label = name.removesuffix("_bytes") + "_memory"
+    judgement.checks.append(Check(label, REGRESSION if worse else OK, usual, float(most), change, limit))
+
+
+def _judge_quality(
+    judgement: Judgement, name: str, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
+) -> None:
+    old = [run.quality[name] for run in before if name in run.quality]
+    new = [run.quality[name] for run in after if name in run.quality]
+    if not old:
+        return
+    usual = math.fsum(old) / len(old)
+    if not new:
+        judgement.checks.append(Check(name, NOT_JUDGED, usual, None, None, limit, reason="this run has none"))
+        return
+    now = math.fsum(new) / len(new)
+    if not math.isfinite(usual):
+        judgement.checks.append(Check(name, NOT_JUDGED, usual, now, None, limit, reason="the baseline has no number"))
+        return
+    if not math.isfinite(now):
+        judgement.checks.append(Check(name, REGRESSION, usual, now, None, limit, reason="it is no number any more"))
+        return
+    absolute = name == "val_accuracy"
+    scale = 1.0 if absolute else max(abs(usual), SMALLEST_LOSS)
+    change = (now - usual) / scale
+    steps = {run.steps for run in (*before, *after)}
+    if len(steps) > 1:
+        reason = f"trained for {after[-1].steps:,} steps, not {before[-1].steps:,}"
+        judgement.checks.append(Check(name, NOT_JUDGED, usual, now, change, limit, reason=reason))
+        return
+    worse = -change if absolute else change
+    margin = _margin(old, len(new)) / scale
+    verdict, reason = OK, None
+    if worse > limit:
+        verdict = REGRESSION if worse > margin else INCONCLUSIVE
+        reason = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
+    low, high = (change - margin, change + margin) if len(old) > 1 else (None, None)
+    judgement.checks.append(Check(name, verdict, usual, now, change, limit, low, high, reason))
+
+
+def _margin(values: Sequence[float], count: int) -> float:
+    """How far the mean of `count` new runs may lie from that of these by chance; one run cannot tell."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return quantile(len(values) - 1) * math.sqrt(variance * (1 / len(values) + 1 / count))

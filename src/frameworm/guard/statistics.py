@@ -1,0 +1,193 @@
+"""Before and after, from noisy times: the ratio of two sets of runs, or of windows measured in turns, with its interval.
+
+Everything is reckoned in logarithms: a ratio is then a difference, and being twice as slow weighs as much as being
+twice as fast.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from frameworm.records.estimate import quantile
+from frameworm.records.statistics import percentile
+
+MOST_BATCHES = 20
+FEWEST_BATCHES = 8
+VALUES_PER_BATCH = 5
+# What is left of autocorrelation between batches; more than this cannot be told from a drift by 20 of them.
+MOST_CORRELATION = 0.8
+
+# Two runs of one program differ by about this much however long they are: placement, clocks, neighbours. It stands in
+# for what a single run cannot show, and counts as one observation beside the runs there are.
+PRIOR_SPREAD = 0.015
+PRIOR_WEIGHT = 1
+PRIOR_FREEDOM = 20
+
+RESAMPLES = 2000
+FEWEST_WINDOWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RatioInterval:
+    """After divided by before, with its 95% interval; above 1 the after is larger (slower, where times are compared)."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def change(self) -> float:
+        """The relative change: 0.1 for 10% more."""
+        return self.ratio - 1.0
+
+    @property
+    def outside_noise(self) -> bool:
+        """Whether the interval leaves out "no change"."""
+        return self.low > 1.0 or self.high < 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The logarithm of one run's time per step, and how well the run itself knows it."""
+
+    value: float
+    variance: float
+    freedom: float
+
+
+def typical_level(medians: Sequence[float]) -> Level | None:
+    """Level of the typical step, from the medians of consecutive blocks of steps; outliers do not move it."""
+    centre = percentile(sorted(medians), 0.5) if medians else 0.0
+    if centre <= 0:
+        return None
+    batches = [percentile(sorted(batch), 0.5) for batch in divide(medians)]
+    return _level(centre, batches)
+
+
+def mean_level(means: Sequence[float]) -> Level | None:
+    """Level of the mean step, from the means of consecutive blocks of as many steps each; every stall counts."""
+    centre = math.fsum(means) / len(means) if means else 0.0
+    if centre <= 0:
+        return None
+    return _level(centre, [math.fsum(batch) / len(batch) for batch in divide(means)])
+
+
+def divide(values: Sequence[float]) -> list[Sequence[float]]:
+    """Consecutive batches: 8 to 20 of them, of 5 values or more where there are enough."""
+    count = min(len(values), max(FEWEST_BATCHES, min(MOST_BATCHES, len(values) // VALUES_PER_BATCH)))
+    bounds = [index * len(values) // count for index in range(count + 1)] if count else [0]
+    return [values[begin:end] for begin, end in zip(bounds, bounds[1:])]
+
+
+def _level(centre: float, batches: Sequence[float]) -> Level | None:
+    """Batches are long enough to forget most of each other; what is left of their correlation widens the error."""
+    count = len(batches)
+    if count < 3:
+        return None
+    middle = math.fsum(batches) / count
+    rests = [batch - middle for batch in batches]
+    squares = math.fsum(rest * rest for rest in rests)
+    correlation = math.fsum(left * right for left, right in zip(rests, rests[1:])) / squares if squares > 0 else 0.0
+    # A sample's own mean makes it look less correlated than it is, by about one part in its length.
+    correlation = min(max(correlation + 1 / count, 0.0), MOST_CORRELATION)
+    inflation = (1 + correlation) / (1 - correlation)
+    variance = squares / (count - 1) / count * inflation / (centre * centre)
+    return Level(math.log(centre), variance, max((count - 1) / inflation, 2.0))
+
+
+def run_spread(*groups: Sequence[Level]) -> tuple[float, int]:
+    """How much runs of one program differ beyond what each run can see itself.
+
+    Args:
+        groups: Levels of runs that should be alike, such as those of the baseline.
+
+    Returns:
+        The standard deviation as a share, and how many degrees of freedom the runs themselves gave to it: with none it
+        is `PRIOR_SPREAD`.
+    """
+    freedom = 0
+    squares = 0.0
+    for group in groups:
+        if len(group) < 2:
+            continue
+        middle = math.fsum(level.value for level in group) / len(group)
+        within = math.fsum(level.variance for level in group) / len(group)
+        observed = math.fsum((level.value - middle) ** 2 for level in group) / (len(group) - 1)
+        squares += (len(group) - 1) * max(observed - within, 0.0)
+        freedom += len(group) - 1
+    variance = (PRIOR_WEIGHT * PRIOR_SPREAD**2 + squares) / (PRIOR_WEIGHT + freedom)
+    return math.sqrt(variance), freedom
+
+
+def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> RatioInterval:
+    """After divided by before, for runs that were made apart from each other.
+
+    The interval holds the noise within the runs and the spread between them.
+    """
+    assert before and after, "there is nothing to compare"
+    spread, learned = run_spread(before, after)
+    parts = [(spread**2 * (1 / len(before) + 1 / len(after)), float(PRIOR_FREEDOM + learned))]
+    for group in (before, after):
+        parts += [(level.variance / len(group) ** 2, level.freedom) for level in group]
+    variance = math.fsum(part for part, _ in parts)
+    # Satterthwaite: the freedom of a sum of variances.
+    weight = math.fsum(part * part / freedom for part, freedom in parts)
+    freedom = int(variance * variance / weight) if weight > 0 else PRIOR_FREEDOM
+    centre = _mean([level.value for level in after]) - _mean([level.value for level in before])
+    margin = quantile(freedom) * math.sqrt(variance)
+    return RatioInterval(math.exp(centre), math.exp(centre - margin), math.exp(centre + margin))
+
+
+def paired_ratio(
+    before: Sequence[float], after: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
+) -> RatioInterval | None:
+    """After divided by before, for windows measured in turns (A B A B ...): a paired bootstrap.
+
+    Each pair shares what the machine did at that moment, so pairs are drawn as a whole. The centre is the median of
+    all means of two pairs (Hodges and Lehmann): one window that was disturbed does not move it. A plain percentile
+    interval is too narrow for few pairs; its ends are set further out, as Student's t asks for.
+
+    Args:
+        before: A time of each window, positive.
+        after: The same for the other; as many.
+        resamples: How many times the pairs are drawn anew.
+        seed: Of the draws: the same windows give the same interval.
+
+    Returns:
+        Ratio and 95% interval; None for fewer than three pairs.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"windows come in pairs: {len(before)} before, {len(after)} after")
+    if any(not 0 < value < math.inf for value in (*before, *after)):
+        raise ValueError("the time of a window is a positive number")
+    count = len(before)
+    if count < FEWEST_WINDOWS:
+        return None
+    logs = [math.log(new / old) for old, new in zip(before, after)]
+    draw = random.Random(seed)
+    centres = sorted(_centre(draw.choices(logs, k=count)) for _ in range(resamples))
+    tail = _normal_tail(math.sqrt(count / (count - 1)) * quantile(count - 1))
+    low, high = percentile(centres, tail), percentile(centres, 1 - tail)
+    centre = _centre(logs)
+    return RatioInterval(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)))
+
+
+def _centre(values: Sequence[float]) -> float:
+    """The median of all means of two; of many values a mean of the middle half, which costs less and says the same."""
+    if len(values) > 40:
+        ordered = sorted(values)
+        return _mean(ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4])
+    pairs = sorted(left + right for index, left in enumerate(values) for right in values[index:])
+    return percentile(pairs, 0.5) / 2
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _normal_tail(distance: float) -> float:
+    """Share of a normal distribution beyond so many standard deviations."""
+    return math.erfc(distance / math.sqrt(2)) / 2
