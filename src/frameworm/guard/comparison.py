@@ -26,6 +26,7 @@ WORK = {"workload": 0.0, "dataset": 0.0, "global_batch": 0.0, "parameters": 0.0,
 SAME_SAMPLES = 0.02
 # A share of the difference that is worth the name of a cause.
 EXPLAINS = 0.3
+CROWDED = 0.03
 _TWO_SIDED = 2.1
 
 
@@ -101,7 +102,8 @@ def compare_runs(before: RunFigures, after: RunFigures) -> Comparison:
     comparison.per_sample = _other_batches(before, after)
     scale = 1.0
     if comparison.per_sample:
-        assert before.work.samples_per_step and after.work.samples_per_step
+        assert before.work.samples_per_step
+        assert after.work.samples_per_step
         scale = before.work.samples_per_step / after.work.samples_per_step
     comparison.typical = _ratio(before, after, scale, "typical")
     comparison.mean = _ratio(before, after, scale, "mean")
@@ -153,7 +155,6 @@ def explain(changes: Sequence[PhaseChange]) -> Explanation | None:
     total_s = math.fsum(change.difference_s for change in changes)
     if total_s == 0:
         return None
-    # Other is what no phase explains; it is named only when nothing else can be.
     same_way = [item for item in changes if item.difference_s * total_s > 0 and item.outside_noise]
     if not same_way:
         return None
@@ -187,8 +188,24 @@ def _ratio(before: RunFigures, after: RunFigures, scale: float, kind: str) -> Ra
     levels = [getattr(run, kind)() for run in (before, after)]
     if any(level is None for level in levels):
         return None
-    found = independent_ratio([levels[0]], [levels[1]])
+    found = widened(independent_ratio([levels[0]], [levels[1]]), [before], [after])
     return RatioInterval(found.ratio * scale, found.low * scale, found.high * scale)
+
+
+def widened(found: RatioInterval, before: Sequence[RunFigures], after: Sequence[RunFigures]) -> RatioInterval:
+    """The interval with what other programs on the machine may have done to one side and not to the other.
+
+    Programs that take a share of the cores make a run longer by up to 1 / (1 - share). Where both sides were crowded,
+    half of the smaller effect is taken to be common to them.
+    """
+    mine, theirs = (max(-math.log(1 - crowded(run)) for run in group) for group in (before, after))
+    slower, faster = max(theirs - mine / 2, 0.0), max(mine - theirs / 2, 0.0)
+    return RatioInterval(found.ratio, found.low * math.exp(-slower), found.high * math.exp(faster))
+
+
+def crowded(run: RunFigures) -> float:
+    """Share of the cores that other programs took from a run, where that is worth mentioning."""
+    return run.crowding if run.crowding is not None and run.crowding >= CROWDED else 0.0
 
 
 def _other_batches(before: RunFigures, after: RunFigures) -> bool:

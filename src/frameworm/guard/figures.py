@@ -24,6 +24,8 @@ BLOCK_LIMIT = 400
 FEWEST_STEPS = 20
 # Among the first quarter of a compiled or captured run, steps this much slower than the median are compilations.
 COMPILING = 3.0
+# While cores are idle, other programs take nothing away.
+CROWDED_FROM = 0.7
 
 # They say where things are or how the run is watched, not how it trains.
 _UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress")
@@ -61,6 +63,7 @@ class RunFigures:
     environment: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # the config, keys joined by dots
     left_out: int = 0  # steps of warm-up, compilation and capture
+    crowding: float | None = None  # share of the cores' time that other programs took while none was idle
 
     @property
     def typical_s(self) -> float | None:
@@ -96,11 +99,10 @@ class RunFigures:
         data["mean_s"] = [_rounded(value) for value in self.mean_s]
         data["median_s"] = [_rounded(value) for value in self.median_s] if self.steps_per_block > 1 else None
         data["phases"] = {
-            name: {"mean_s": _rounded(item.value), "error_s": _rounded(item.error)} for name, item in self.phases.items()
+            name: {"mean_s": _rounded(item.value), "error_s": _rounded(item.error)}
+            for name, item in self.phases.items()
         }
-        data["quality"] = {
-            name: value if math.isfinite(value) else str(value) for name, value in self.quality.items()
-        }
+        data["quality"] = {name: value if math.isfinite(value) else str(value) for name, value in self.quality.items()}
         return data
 
     @classmethod
@@ -225,6 +227,7 @@ def _take_summary(run: RunFigures, record: RunRecord) -> None:
     for name in ("samples_per_step", "tokens_per_step"):
         mine = getattr(run.work, name)
         setattr(run.work, name, None if mine is None else mine * run.world_size)
+    run.crowding = _crowding(record)
     memory = record.memory
     if memory.host_peak_bytes is not None:
         run.memory["host_bytes"] = memory.host_peak_bytes
@@ -235,6 +238,27 @@ def _take_summary(run: RunFigures, record: RunRecord) -> None:
         if value is not None:
             with contextlib.suppress(TypeError, ValueError):
                 run.quality[name] = float(value)
+
+
+def _crowding(record: RunRecord) -> float | None:
+    """What others took; with several ranks, each would take the others for strangers."""
+    system, cores = record.system, known(record.environment.get("cpus_usable"))
+    if record.batch.world_size > 1 or system is None or not cores:
+        return None
+    if system.cpu_busy is None or system.cpu_process is None:
+        return None
+    return crowding(system.cpu_busy.mean, system.cpu_process.mean / cores)
+
+
+def crowding(busy: float, own: float) -> float:
+    """Share of the cores' time that others took, less where cores were idle.
+
+    Args:
+        busy: Share of the cores' time in which they worked.
+        own: Share of it in which they worked for the run.
+    """
+    saturation = min(max((busy - CROWDED_FROM) / (1 - CROWDED_FROM), 0.0), 1.0)
+    return min(max(busy - own, 0.0), 0.99) * saturation
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str, flat: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def parse_limit(text: str | float | None, name: str) -> float | None:
     Raises:
         ConfigError: It is none of these, or not a share from 0 to 10.
     """
-    if text is None or isinstance(text, str) and text.strip().lower() in ("off", "none"):
+    if text is None or (isinstance(text, str) and text.strip().lower() in ("off", "none")):
         return None
     try:
         if isinstance(text, str) and text.strip().endswith("%"):
@@ -47,4 +47,6 @@ def parse_limit(text: str | float | None, name: str) -> float | None:
 def _refuse_bare_percent(value: float, text: object, name: str) -> None:
     """`5` is more often meant as 5% than as five times as slow."""
     if value >= 1:
-        raise ConfigError(f"{name} {text} would let {value * 100:.0f}% pass; write {text}% if that is meant, or a share")
+        raise ConfigError(
+            f"{name} {text} would let {value * 100:.0f}% pass; write {text}% if that is meant, or a share"
+        )

@@ -11,15 +11,17 @@ from frameworm.guard.comparison import (
     Difference,
     Explanation,
     PhaseChange,
+    crowded,
     differences,
     explain,
     hardware_differences,
     phase_changes,
+    widened,
     work_differences,
 )
 from frameworm.guard.figures import FEWEST_STEPS, RunFigures
 from frameworm.guard.limits import Limits
-from frameworm.guard.statistics import PRIOR_SPREAD, Level, independent_ratio, run_spread
+from frameworm.guard.statistics import PRIOR_SPREAD, Level, RatioInterval, independent_ratio, run_spread
 from frameworm.records.estimate import quantile
 
 OK = "ok"
@@ -93,7 +95,8 @@ def judge(
     Raises:
         BaselineError: The baseline is of other work, or of a run that did not end well.
     """
-    assert before and after, "there is nothing to compare"
+    assert before, "there is nothing to compare with"
+    assert after, "there is nothing to compare"
     limits = limits or Limits()
     _check_baseline(before, after)
     judgement = Judgement()
@@ -121,6 +124,17 @@ def judge(
         judgement.verdict = INCONCLUSIVE
         judgement.reasons.append("nothing could be judged")
     return judgement
+
+
+def check_fit(runs: Sequence[RunFigures]) -> None:
+    """Refuse runs that cannot make one baseline.
+
+    Raises:
+        BaselineError: They are not completed, too short, of different work or of different hardware.
+    """
+    _check_baseline(runs, ())
+    for reason in _hindrances(runs, (), allow_different_hardware=False):
+        raise BaselineError(f"no baseline is made: {reason}")
 
 
 def _check_baseline(before: Sequence[RunFigures], after: Sequence[RunFigures]) -> None:
@@ -156,9 +170,7 @@ def _hashable(items: list[Difference]) -> list[tuple[str, str, str]]:
     return [(item.name, str(item.before), str(item.after)) for item in items]
 
 
-def _judge_time(
-    judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float
-) -> None:
+def _judge_time(judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float) -> None:
     old, new = _levels(before, "typical"), _levels(after, "typical")
     judgement.run_spread, freedom = run_spread(old, new)
     judgement.spread_learned = freedom > 0
@@ -167,10 +179,16 @@ def _judge_time(
             f"one run on each side: runs are taken to differ by {PRIOR_SPREAD * 100:.1f}% by themselves; a baseline "
             "of several runs shows how much they do"
         )
-    judgement.checks.append(_time_check("typical_step", old, new, limit, needs_sight=True))
-    judgement.checks.append(
-        _time_check("mean_step", _levels(before, "mean"), _levels(after, "mean"), limit, needs_sight=False)
-    )
+    for name, kind, needs_sight in (("typical_step", "typical", True), ("mean_step", "mean", False)):
+        old, new = _levels(before, kind), _levels(after, kind)
+        found = widened(independent_ratio(old, new), before, after)
+        judgement.checks.append(_time_check(name, found, old, new, limit, needs_sight=needs_sight))
+    for run in (*before, *after):
+        if crowded(run):
+            judgement.notes.append(
+                f"{run.name} did not have the machine to itself: other programs took {crowded(run) * 100:.0f}% of its "
+                "cores; the interval allows for that"
+            )
     judgement.phases = phase_changes(before, after)
     judgement.explanation = explain(judgement.phases)
 
@@ -179,13 +197,14 @@ def _levels(runs: Sequence[RunFigures], kind: str) -> list[Level]:
     return [level for run in runs if (level := getattr(run, kind)()) is not None]
 
 
-def _time_check(name: str, old: list[Level], new: list[Level], limit: float, *, needs_sight: bool) -> Check:
+def _time_check(
+    name: str, found: RatioInterval, old: list[Level], new: list[Level], limit: float, *, needs_sight: bool
+) -> Check:
     """A regression is a change beyond the limit that is not noise.
 
     Stalls are rare, so a mean is known less well than the typical step; `needs_sight` asks that twice the limit be out
     of the question, too, before it is ok.
     """
-    found = independent_ratio(old, new)
     reason = None
     if found.change > limit:
         verdict = REGRESSION if found.low > 1 else INCONCLUSIVE
@@ -195,9 +214,7 @@ def _time_check(name: str, old: list[Level], new: list[Level], limit: float, *, 
         reason = f"too noisy to see {limit * 100:g}%"
     else:
         verdict = OK
-    before_s, after_s = (
-        math.exp(math.fsum(level.value for level in group) / len(group)) for group in (old, new)
-    )
+    before_s, after_s = (math.exp(math.fsum(level.value for level in group) / len(group)) for group in (old, new))
     return Check(name, verdict, before_s, after_s, found.change, limit, found.low - 1, found.high - 1, reason)
 
 

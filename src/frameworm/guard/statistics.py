@@ -1,4 +1,4 @@
-"""Before and after, from noisy times: the ratio of two sets of runs, or of windows measured in turns, with its interval.
+"""Before and after, from noisy times: the ratio of two sets of runs, or of windows measured in turns.
 
 Everything is reckoned in logarithms: a ratio is then a difference, and being twice as slow weighs as much as being
 twice as fast.
@@ -6,6 +6,7 @@ twice as fast.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ FEWEST_WINDOWS = 3
 
 @dataclass(frozen=True, slots=True)
 class RatioInterval:
-    """After divided by before, with its 95% interval; above 1 the after is larger (slower, where times are compared)."""
+    """After divided by before, with its 95% interval; above 1 means more, of times: slower."""
 
     ratio: float
     low: float
@@ -79,7 +80,7 @@ def divide(values: Sequence[float]) -> list[Sequence[float]]:
     """Consecutive batches: 8 to 20 of them, of 5 values or more where there are enough."""
     count = min(len(values), max(FEWEST_BATCHES, min(MOST_BATCHES, len(values) // VALUES_PER_BATCH)))
     bounds = [index * len(values) // count for index in range(count + 1)] if count else [0]
-    return [values[begin:end] for begin, end in zip(bounds, bounds[1:])]
+    return [values[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _level(centre: float, batches: Sequence[float]) -> Level | None:
@@ -90,7 +91,8 @@ def _level(centre: float, batches: Sequence[float]) -> Level | None:
     middle = math.fsum(batches) / count
     rests = [batch - middle for batch in batches]
     squares = math.fsum(rest * rest for rest in rests)
-    correlation = math.fsum(left * right for left, right in zip(rests, rests[1:])) / squares if squares > 0 else 0.0
+    products = math.fsum(left * right for left, right in itertools.pairwise(rests))
+    correlation = products / squares if squares > 0 else 0.0
     # A sample's own mean makes it look less correlated than it is, by about one part in its length.
     correlation = min(max(correlation + 1 / count, 0.0), MOST_CORRELATION)
     inflation = (1 + correlation) / (1 - correlation)
@@ -127,7 +129,8 @@ def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> RatioI
 
     The interval holds the noise within the runs and the spread between them.
     """
-    assert before and after, "there is nothing to compare"
+    assert before, "there is nothing to compare with"
+    assert after, "there is nothing to compare"
     spread, learned = run_spread(before, after)
     parts = [(spread**2 * (1 / len(before) + 1 / len(after)), float(PRIOR_FREEDOM + learned))]
     for group in (before, after):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable
 
 from frameworm.records.schema import RunRecord
 from frameworm.report import tables
+from frameworm.report.layout import LABEL_WIDTH
+from frameworm.report.layout import field as _field
 from frameworm.report.network_text import communication_text
 from frameworm.report.tables import Figure, FindingRow, PhaseRow
 
-_LABEL_WIDTH = 12
 _NARROWEST = 40
 _MOST_FINDINGS = 3
 _MOST_REMEDIES = 3
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|h|min|s|ms|us)\b)")
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -48,20 +47,12 @@ def render_text(record: RunRecord, width: int = 80) -> str:
         lines += _field("note", tables.plain(note), width)
     if record.run_dir is not None:
         # Not wrapped: a path in two pieces cannot be copied.
-        lines.append(f"{'folder':<{_LABEL_WIDTH}}{tables.plain(record.run_dir)}")
+        lines.append(f"{'folder':<{LABEL_WIDTH}}{tables.plain(record.run_dir)}")
     return "\n".join(lines) + "\n"
 
 
 def _figures(figures: Iterable[Figure]) -> str:
     return "  ".join(f"{figure.label} {figure.value}".replace(" ", "\N{NO-BREAK SPACE}") for figure in figures)
-
-
-def _field(label: str, text: str, width: int) -> list[str]:
-    """A labelled entry, wrapped under its own beginning; no-break spaces keep a figure in one piece."""
-    text = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
-    pieces = textwrap.wrap(text, width - _LABEL_WIDTH, break_on_hyphens=False) or [""]
-    lines = [f"{label if index == 0 else '':<{_LABEL_WIDTH}}{piece}" for index, piece in enumerate(pieces)]
-    return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in lines]
 
 
 def _phase_lines(rows: list[PhaseRow], width: int) -> list[str]:

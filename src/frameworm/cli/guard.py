@@ -1,0 +1,149 @@
+"""`guard` and `compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from frameworm.errors import BaselineError
+
+if TYPE_CHECKING:
+    from frameworm.guard.baseline import Baseline
+    from frameworm.guard.figures import RunFigures
+    from frameworm.guard.limits import Limits
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    app.command("compare")(compare)
+    app.command("guard")(guard)
+
+
+def compare(
+    before: Path = typer.Argument(..., metavar="RUN_A", help="Folder of the run before."),
+    after: Path = typer.Argument(..., metavar="RUN_B", help="Folder of the run after."),
+    as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
+) -> None:
+    """Say what changed between two runs: settings, environment, phases, speed, memory, quality.
+
+    Example: frameworm compare runs/quickstart-20260101-120000 runs/quickstart-20260101-130000
+    """
+    from frameworm.guard.comparison import compare_runs
+    from frameworm.guard.figures import read_runs
+    from frameworm.report.guard_text import comparison_sentences, render_comparison
+
+    comparison = compare_runs(*read_runs([str(before), str(after)]))
+    if as_json:
+        _print_json(comparison, sentences=comparison_sentences(comparison))
+    else:
+        print(render_comparison(comparison), end="")
+
+
+def guard(
+    runs: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of the runs to judge."),
+    baseline: Path = typer.Option(..., "--baseline", help="Baseline file, or the folder of a run."),
+    max_regression: str = typer.Option("5%", help="Most that a step may take longer; off: not guarded."),
+    max_memory: str = typer.Option("10%", help="Most that peak memory may grow."),
+    max_accuracy_drop: str = typer.Option("1%", help="Most points that validation accuracy may drop."),
+    max_loss_increase: str = typer.Option("10%", help="Most that the losses may grow."),
+    update_baseline: bool = typer.Option(
+        False, "--update-baseline", help="Add the runs to the baseline file if they are ok, or make it."
+    ),
+    accept: bool = typer.Option(False, "--accept", help="With --update-baseline: these runs are the new normal."),
+    allow_different_hardware: bool = typer.Option(
+        False, "--allow-different-hardware", help="Compare with a baseline of another machine."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the judgement as JSON."),
+) -> None:
+    """Judge runs by a baseline. Exit code 0: ok, 1: regression, 2: usage, 3: inconclusive.
+
+    Example: frameworm guard runs/new --baseline tests/perf/quickstart.json --max-regression 5%
+    """
+    from frameworm.guard.baseline import read_baseline
+    from frameworm.guard.figures import read_runs
+    from frameworm.guard.limits import Limits, parse_limit
+
+    limits = Limits(
+        parse_limit(max_regression, "--max-regression"),
+        parse_limit(max_memory, "--max-memory"),
+        parse_limit(max_accuracy_drop, "--max-accuracy-drop"),
+        parse_limit(max_loss_increase, "--max-loss-increase"),
+    )
+    if accept and not update_baseline:
+        raise BaselineError("--accept says what to write into the baseline; give --update-baseline with it")
+    if update_baseline and baseline.is_dir():
+        raise BaselineError(f"{baseline} is the folder of a run; --update-baseline needs a file to write to")
+    judged = read_runs(str(run) for run in runs)
+    if update_baseline and (accept or not baseline.exists()):
+        _write_anew(baseline, judged)
+        return
+    stored = read_baseline(baseline)
+    _refuse_itself(stored, runs)
+    raise typer.Exit(_judge(stored, judged, limits, allow_different_hardware, update_baseline, as_json))
+
+
+def _judge(
+    stored: Baseline,
+    judged: list[RunFigures],
+    limits: Limits,
+    allow_different_hardware: bool,
+    update_baseline: bool,
+    as_json: bool,
+) -> int:
+    from frameworm.guard.baseline import with_runs, write_baseline
+    from frameworm.guard.regression import judge
+    from frameworm.report.guard_text import judgement_sentences, render_judgement
+
+    judgement = judge(stored.runs, judged, limits, allow_different_hardware=allow_different_hardware)
+    if update_baseline:
+        if judgement.verdict == "ok":
+            renewed = with_runs(stored, judged)
+            write_baseline(renewed)
+            judgement.notes.append(f"the baseline now holds {_count(renewed.runs)}")
+        else:
+            judgement.notes.append("the baseline is as before; --update-baseline --accept makes this the new normal")
+    if as_json:
+        _print_json(judgement, exit_code=judgement.exit_code, sentences=judgement_sentences(judgement))
+    else:
+        name = f"{stored.path} ({_count(stored.runs)})"
+        print(render_judgement(judgement, name, ", ".join(run.name for run in judged)), end="")
+    return judgement.exit_code
+
+
+def _write_anew(path: Path, runs: list[RunFigures]) -> None:
+    """Make these runs the baseline, whatever was there; they must fit each other."""
+    from frameworm.guard.baseline import Baseline, write_baseline
+    from frameworm.guard.regression import check_fit
+
+    check_fit(runs)
+    write_baseline(Baseline(path, runs))
+    print(f"{path} now holds {_count(runs)}: {', '.join(run.name for run in runs)}")
+
+
+def _refuse_itself(stored: Baseline, runs: list[Path]) -> None:
+    for run in runs:
+        if run.resolve() == stored.path.resolve():
+            raise BaselineError(f"{run} is compared with itself; give another run as --baseline")
+
+
+def _count(runs: list[RunFigures]) -> str:
+    return f"{len(runs)} run" + ("" if len(runs) == 1 else "s")
+
+
+def _print_json(value: Any, **more: Any) -> None:
+    import dataclasses
+
+    from frameworm.records.schema import json_ready
+
+    data = dataclasses.asdict(value)
+    for item in data["phases"]:
+        item["difference_s"] = item["after_s"] - item["before_s"]
+        item["outside_noise"] = abs(item["difference_s"]) > item["margin_s"]
+    for name in ("before", "after"):
+        if isinstance(data.get(name), dict):
+            for long in ("mean_s", "median_s", "settings", "environment"):
+                data[name].pop(long)
+    print(json.dumps(json_ready({**more, **data})))
