@@ -261,12 +261,12 @@ def _judge_quality(
         return
     worse = -change if absolute else change
     margin = _margin(old, len(new)) / scale
-    verdict, reason = OK, None
+    verdict, doubt = OK, None
     if worse > limit:
         verdict = REGRESSION if worse > margin else INCONCLUSIVE
-        reason = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
+        doubt = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
     low, high = (change - margin, change + margin) if len(old) > 1 else (None, None)
-    judgement.checks.append(Check(name, verdict, usual, now, change, limit, low, high, reason))
+    judgement.checks.append(Check(name, verdict, usual, now, change, limit, low, high, doubt))
 
 
 def _margin(values: Sequence[float], count: int) -> float:

@@ -37,7 +37,7 @@ def render_judgement(judgement: Judgement, before: str, after: str, width: int =
     for sentence in judgement_sentences(judgement):
         lines += field("", sentence, width)
     if judgement.checks:
-        rows = [("", "baseline", "now", "change", "95% interval", "limit", "")]
+        rows: list[tuple[str, ...]] = [("", "baseline", "now", "change", "95% interval", "limit", "")]
         rows += [_check_row(check) for check in judgement.checks]
         lines += ["", *table(rows, width), ""]
     if judgement.phases and _slower(judgement):
@@ -82,7 +82,7 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
         lines += field("verdict" if index == 0 else "", sentence, width)
     if comparison.phases:
         lines += _phase_table(comparison.phases, "A", "B", f"per {unit}", width)
-    rows = [("", "A", "B", "change", "95% interval")]
+    rows: list[tuple[str, ...]] = [("", "A", "B", "change", "95% interval")]
     for name, found in (("typical", comparison.typical), ("mean", comparison.mean)):
         rows.append(_time_row(f"{name} {unit}", comparison, name, found))
     for name in ("device_bytes", "host_bytes"):

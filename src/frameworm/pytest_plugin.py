@@ -1,0 +1,145 @@
+"""The fixture `performance_guard`: a test that fails when a training step has become slower, larger or worse.
+
+pytest loads this module in every project of an environment that has frameworm: nothing heavy is imported until the
+fixture is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import psutil
+
+    from frameworm.guard.figures import RunFigures
+    from frameworm.guard.regression import Judgement
+
+UPDATE = "--update-performance"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes baselines."""
+    group = parser.getgroup("frameworm", "performance of training steps")
+    group.addoption(
+        UPDATE, action="store_true", default=False, help="make or replace the baselines of performance_guard"
+    )
+
+
+class PerformanceGuard:
+    """Judges a run folder or a callable by a baseline file; see docs/guard.md."""
+
+    def __init__(self, name: str, *, update: bool, root: Path) -> None:
+        self._name = name
+        self._update = update
+        self._root = root
+
+    def __call__(
+        self,
+        subject: str | Path | Callable[[], Any],
+        *,
+        baseline: str | Path,
+        max_regression: str | float | None = "10%",
+        max_memory: str | float | None = "10%",
+        max_accuracy_drop: str | float | None = "1%",
+        max_loss_increase: str | float | None = "10%",
+        warmup: int = 5,
+        measured_s: float = 3.0,
+        allow_different_hardware: bool = False,
+    ) -> Judgement:
+        """Fail on a regression; skip where nothing can be said: no baseline, another machine, too much noise.
+
+        Args:
+            subject: The folder of a run, or one training step as a callable without arguments.
+            baseline: The file, relative to pytest's root folder; `--update-performance` writes it.
+            max_regression: Most that a step may take longer: `10%`, 0.1, or None.
+            max_memory: Most that peak memory may grow; of a callable only the device's is measured.
+            max_accuracy_drop: Most points that validation accuracy may drop (runs).
+            max_loss_increase: Most that losses may grow (runs).
+            warmup: Calls before the measured ones.
+            measured_s: How long a callable is measured.
+            allow_different_hardware: Compare with the baseline of another machine.
+        """
+        from frameworm.guard.baseline import Baseline, read_baseline, write_baseline
+        from frameworm.guard.figures import read_runs
+        from frameworm.guard.limits import Limits, parse_limit
+        from frameworm.guard.regression import check_fit, judge
+        from frameworm.report.guard_text import judgement_sentences, render_judgement
+
+        __tracebackhide__ = True
+        limits = Limits(
+            parse_limit(max_regression, "max_regression"),
+            parse_limit(max_memory, "max_memory"),
+            parse_limit(max_accuracy_drop, "max_accuracy_drop"),
+            parse_limit(max_loss_increase, "max_loss_increase"),
+        )
+        path = self._root / baseline
+        if not self._update and not path.exists():
+            pytest.skip(f"no baseline at {baseline}: make it with pytest {UPDATE}")
+        run = _measured(subject, self._name, warmup, measured_s) if callable(subject) else read_runs([str(subject)])[0]
+        if self._update:
+            check_fit([run])
+            write_baseline(Baseline(path, [run]))
+            pytest.skip(f"the baseline {baseline} was written")
+        stored = read_baseline(path)
+        judgement = judge(stored.runs, [run], limits, allow_different_hardware=allow_different_hardware)
+        if judgement.verdict == "regression":
+            pytest.fail("\n" + render_judgement(judgement, str(baseline), run.name), pytrace=False)
+        if judgement.verdict == "inconclusive":
+            pytest.skip(f"inconclusive: {'; '.join(judgement_sentences(judgement))}")
+        return judgement
+
+
+@pytest.fixture
+def performance_guard(request: pytest.FixtureRequest) -> PerformanceGuard:
+    """Judge a training step by its baseline: `performance_guard(step, baseline="tests/perf/step.json")`."""
+    return PerformanceGuard(
+        request.node.name, update=bool(request.config.getoption(UPDATE)), root=request.config.rootpath
+    )
+
+
+def _measured(function: Callable[[], Any], name: str, warmup: int, measured_s: float) -> RunFigures:
+    """Time the callable, with the device's memory and what other programs did meanwhile."""
+    import psutil
+    import torch
+
+    from frameworm.guard.figures import crowding
+    from frameworm.guard.measure import measure_calls
+    from frameworm.hardware.fingerprint import environment_fingerprint
+
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    process = psutil.Process()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    machine, own_s = psutil.cpu_times(), _cpu_s(process)
+    run = measure_calls(
+        function, name, warmup=warmup, measured_s=measured_s, synchronize=torch.cuda.synchronize if on_gpu else None
+    )
+    machine_after = psutil.cpu_times()
+    idle = machine_after.idle - machine.idle
+    whole = sum(machine_after) - sum(machine)
+    if whole > 0:
+        run.crowding = crowding(1 - idle / whole, (_cpu_s(process) - own_s) / whole)
+    if on_gpu:
+        run.memory["device_bytes"] = torch.cuda.max_memory_allocated()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    run.environment = environment_fingerprint(device)
+    run.work.workload = name
+    return run
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Processor time of a process and of those it started."""
+    import psutil
+
+    total_s = 0.0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            times = one.cpu_times()
+        except psutil.Error:
+            continue
+        total_s += times.user + times.system
+    return total_s
