@@ -10,9 +10,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from frameworm.guard.figures import RunFigures, Work
 from frameworm.records.estimate import Estimate
+from frameworm.records.schema import Batch, Memory, Quality, RunRecord, StepRecord
+from frameworm.records.store import RunFolder
+from frameworm.records.writer import step_line
 
 MACHINE = {"machine": "x86_64", "cpu_model": "Some CPU", "cpus_usable": 8, "cpus_total": 8, "device": "cpu"}
 
@@ -66,3 +73,28 @@ def figures(step_times: list[float], name: str = "run", **values: object) -> Run
     for field, value in values.items():
         setattr(run, field, value)
     return run
+
+
+def store(path: Path, step_times: list[float], **values: Any) -> RunFolder:
+    """A run folder with those measured steps after five slow ones of warm-up; `values` go into the record."""
+    path.mkdir(parents=True)
+    folder = RunFolder(path)
+    config = {"name": "synthetic", "workload": "text_classifier", "data": {"dataset": "generated"}}
+    config["gpu"] = {"compile_model": values.pop("compile_model", False)}
+    folder.write_config(yaml.safe_dump(config))
+    backward = values.pop("backward", 0.75)
+    with folder.steps(0).open("w") as file:
+        for index, step_s in enumerate([0.5] * 5 + step_times):
+            base_s = min(step_s, 0.04)
+            phases = {"forward": base_s * (1 - backward), "backward": step_s - base_s * (1 - backward)}
+            step = StepRecord(index + 1, 1, 1e9 + index, step_s, 1.0, 0.1, 64, 64, tokens=1300, phases=phases)
+            file.write(step_line(step) + "\n")
+    record = RunRecord("synthetic", "completed", dict(MACHINE), Batch(64, 1, 1, 64), started="2026-01-01T00:00:00")
+    record.steps = len(step_times) + 5
+    record.parameters = 127_364
+    record.memory = Memory(peak_bytes=400 * 2**20, host_peak_bytes=400 * 2**20)
+    record.quality = Quality(0.153, 0.164, 0.964)
+    for name, value in values.items():
+        setattr(record, name, value)
+    folder.write_summary(record)
+    return folder

@@ -1,0 +1,66 @@
+"""The guard on runs that were really made here: a few of them, and twenty pairs of each kind in `make campaign`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from frameworm import Trainer
+from frameworm.guard.figures import RunFigures, read_runs
+from frameworm.guard.regression import judge
+
+CAMPAIGN = "CAMPAIGN" in os.environ
+PAIRS = 20 if CAMPAIGN else 2
+STEPS = 150
+
+
+class Working(nn.Module):
+    """Works for a while, by the processor's own time: some of it in vain."""
+
+    def __init__(self, work_s: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+        self.work_s = work_s
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scores."""
+        until = time.thread_time() + self.work_s
+        matrix = torch.full((64, 64), 1e-3)
+        while time.thread_time() < until:
+            matrix = matrix @ matrix
+        scores: Tensor = self.layer(inputs)
+        return scores
+
+
+def _run(folder: Path, work_s: float) -> RunFigures:
+    torch.manual_seed(0)
+    model = Working(work_s)
+    data = TensorDataset(torch.randn(STEPS * 8, 64), torch.randint(4, (STEPS * 8,)))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), run_dir=folder)
+    trainer.train(DataLoader(data, 8), epochs=1)
+    return read_runs([str(folder)])[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.timeout(900)
+def test_real_runs(tmp_path: Path) -> None:
+    """In turns, so that both kinds meet the same hours of the machine."""
+    same: Counter[str] = Counter()
+    slower: Counter[str] = Counter()
+    for pair in range(PAIRS):
+        before = _run(tmp_path / f"before{pair}", 0.008)
+        same[judge([before], [_run(tmp_path / f"same{pair}", 0.008)]).verdict] += 1
+        slower[judge([before], [_run(tmp_path / f"slower{pair}", 0.0092)]).verdict] += 1
+    print(f"unchanged: {dict(same)}; a tenth slower and more: {dict(slower)}")
+    assert same["regression"] <= 1
+    # Beside other programs the guard says that it cannot tell, which is right as well; ok would be wrong.
+    assert slower["ok"] <= PAIRS // 20
+    assert slower["regression"] + slower["inconclusive"] >= PAIRS - PAIRS // 20
