@@ -41,9 +41,10 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
 
-campaign: $(STAMP)  ## long checks, some ten minutes: are the verdicts right? does powersgd end well 50 times of 50?
+campaign: $(STAMP)  ## long checks, some ten minutes: are the verdicts right? does powersgd end well 50 times of 50? does guard tell?
 	@$(BIN)/python benchmarks/diagnosis.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_compression_hook.py -k again_and_again
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/guard/test_guard_real_runs.py
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -180,7 +180,8 @@ def _phase_change(
         mean = math.fsum(values) / len(values)
         means.append(mean)
         variance += errors / len(group) ** 2 + (spread * mean) ** 2 / len(group)
-    return PhaseChange(name, means[0], means[1], _TWO_SIDED * math.sqrt(variance))
+    disturbed_s = max(crowded(run) for run in (*before, *after)) * max(means)
+    return PhaseChange(name, means[0], means[1], _TWO_SIDED * math.sqrt(variance) + disturbed_s)
 
 
 def _ratio(before: RunFigures, after: RunFigures, scale: float, kind: str) -> RatioInterval | None:

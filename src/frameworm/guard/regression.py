@@ -265,7 +265,7 @@ def _judge_quality(
     if worse > limit:
         verdict = REGRESSION if worse > margin else INCONCLUSIVE
         doubt = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
-    low, high = (change - margin, change + margin) if len(old) > 1 else (None, None)
+    low, high = (change - margin, change + margin) if margin > 0 else (None, None)
     judgement.checks.append(Check(name, verdict, usual, now, change, limit, low, high, doubt))
 
 
