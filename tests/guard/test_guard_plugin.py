@@ -49,6 +49,7 @@ def test_the_plugin_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.slow
 def test_run_folders(tmp_path: Path) -> None:
     project = _project(tmp_path / "project", ABOUT_RUNS.replace("RUN", str(tmp_path / "now")))
     store(tmp_path / "now", times(1, QUIET, 100))
