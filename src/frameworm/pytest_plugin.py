@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    import psutil
-
-    from frameworm.guard.figures import RunFigures
     from frameworm.guard.regression import Judgement
 
 UPDATE = "--update-performance"
@@ -79,7 +76,12 @@ class PerformanceGuard:
         path = self._root / baseline
         if not self._update and not path.exists():
             pytest.skip(f"no baseline at {baseline}: make it with pytest {UPDATE}")
-        run = _measured(subject, self._name, warmup, measured_s) if callable(subject) else read_runs([str(subject)])[0]
+        if callable(subject):
+            from frameworm.tune.step_guard import measure_step
+
+            run = measure_step(subject, self._name, warmup=warmup, measured_s=measured_s)
+        else:
+            run = read_runs([str(subject)])[0]
         if self._update:
             check_fit([run])
             write_baseline(Baseline(path, [run]))
@@ -99,47 +101,3 @@ def performance_guard(request: pytest.FixtureRequest) -> PerformanceGuard:
     return PerformanceGuard(
         request.node.name, update=bool(request.config.getoption(UPDATE)), root=request.config.rootpath
     )
-
-
-def _measured(function: Callable[[], Any], name: str, warmup: int, measured_s: float) -> RunFigures:
-    """Time the callable, with the device's memory and what other programs did meanwhile."""
-    import psutil
-    import torch
-
-    from frameworm.guard.figures import crowding
-    from frameworm.guard.measure import measure_calls
-    from frameworm.hardware.fingerprint import environment_fingerprint
-
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    process = psutil.Process()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    machine, own_s = psutil.cpu_times(), _cpu_s(process)
-    run = measure_calls(
-        function, name, warmup=warmup, measured_s=measured_s, synchronize=torch.cuda.synchronize if on_gpu else None
-    )
-    machine_after = psutil.cpu_times()
-    idle = machine_after.idle - machine.idle
-    whole = sum(machine_after) - sum(machine)
-    if whole > 0:
-        run.crowding = crowding(1 - idle / whole, (_cpu_s(process) - own_s) / whole)
-    if on_gpu:
-        run.memory["device_bytes"] = torch.cuda.max_memory_allocated()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    run.environment = environment_fingerprint(device)
-    run.work.workload = name
-    return run
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Processor time of a process and of those it started."""
-    import psutil
-
-    total_s = 0.0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            times = one.cpu_times()
-        except psutil.Error:
-            continue
-        total_s += times.user + times.system
-    return total_s

@@ -66,6 +66,20 @@ def test_stalls_are_a_regression_even_if_the_typical_step_is_not() -> None:
     assert checks["mean_step"].change == pytest.approx(0.09, abs=0.03)
 
 
+def test_slower_checkpoints_are_a_regression() -> None:
+    before, after = figures(times(1, QUIET, 300)), figures(times(2, QUIET, 300))
+    before.phases["checkpoint"] = Estimate(0.001, 0.0001)
+    after.phases["checkpoint"] = Estimate(0.009, 0.0003)
+    judgement = judge([before], [after])
+    assert {check.name for check in judgement.checks if check.verdict == "regression"} == {"pauses"}
+    assert judgement.explanation is not None
+    assert judgement.explanation.phase == "checkpoint"
+    after.phases["checkpoint"] = Estimate(0.009, 0.0045)  # there was one, and it may have been bad luck
+    assert judge([before], [after]).verdict == "inconclusive"
+    after.steps += 100
+    assert judge([before], [after]).verdict == "ok"
+
+
 def test_one_hiccup_is_no_regression() -> None:
     after = times(2, QUIET, 300)
     after[150] = 3.0  # a quarter of the whole run

@@ -22,6 +22,7 @@ from frameworm.guard.comparison import (
 from frameworm.guard.figures import FEWEST_STEPS, RunFigures
 from frameworm.guard.limits import Limits
 from frameworm.guard.statistics import PRIOR_SPREAD, Level, RatioInterval, independent_ratio, run_spread
+from frameworm.records.account import RARE
 from frameworm.records.estimate import quantile
 
 OK = "ok"
@@ -41,11 +42,11 @@ SMALLEST_LOSS = 0.1
 class Check:
     """One guarded measure.
 
-    `change` is relative, except for accuracy, where it is in points (0.01: from 90% to 91%); `low` and `high` are its
-    95% interval where there is one.
+    `change` is relative, except for accuracy, where it is in points (0.01: from 90% to 91%), and for pauses, where it
+    is a share of the mean step; `low` and `high` are its 95% interval where there is one.
     """
 
-    name: str  # typical_step | mean_step | device_memory | host_memory | val_accuracy | val_loss | train_loss
+    name: str  # typical_step | mean_step | pauses | device_memory | host_memory | val_accuracy | val_loss | train_loss
     verdict: str
     before: float | None
     after: float | None
@@ -190,7 +191,26 @@ def _judge_time(judgement: Judgement, before: Sequence[RunFigures], after: Seque
                 "cores; the interval allows for that"
             )
     judgement.phases = phase_changes(before, after)
+    if len({run.steps for run in (*before, *after)}) == 1:
+        _judge_pauses(judgement, before, limit)
     judgement.explanation = explain(judgement.phases)
+
+
+def _judge_pauses(judgement: Judgement, before: Sequence[RunFigures], limit: float) -> None:
+    """Checkpoints and validation, spread over all steps, in runs of one length: their number goes with it."""
+    pauses = [change for change in judgement.phases if change.name in RARE]
+    whole_s = math.fsum(run.mean_step_s or 0.0 for run in before) / len(before)
+    if not pauses or whole_s <= 0:
+        return
+    before_s, after_s = (math.fsum(getattr(item, name) for item in pauses) for name in ("before_s", "after_s"))
+    change = (after_s - before_s) / whole_s
+    margin = math.hypot(*(item.margin_s for item in pauses)) / whole_s
+    verdict, reason = OK, None
+    if change > limit:
+        verdict = REGRESSION if change > margin else INCONCLUSIVE
+        reason = None if verdict == REGRESSION else "beyond the limit, but it may be noise"
+    low, high = change - margin, change + margin
+    judgement.checks.append(Check("pauses", verdict, before_s, after_s, change, limit, low, high, reason))
 
 
 def _levels(runs: Sequence[RunFigures], kind: str) -> list[Level]:

@@ -15,12 +15,14 @@ from frameworm.report.layout import field, heading, table
 LABELS = {
     "typical_step": "typical step",
     "mean_step": "mean step",
+    "pauses": "pauses",
     "device_memory": "device memory",
     "host_memory": "host memory",
     "val_accuracy": "val. accuracy",
     "val_loss": "val. loss",
     "train_loss": "train loss",
 }
+_TIMES = ("typical_step", "mean_step", "pauses")
 _MOST_DIFFERENCES = 8
 _WORTH_A_ROW = 0.001
 
@@ -70,7 +72,7 @@ def judgement_sentences(judgement: Judgement) -> list[str]:
 
 
 def _slower(judgement: Judgement) -> list[Check]:
-    return [check for check in judgement.checks if check.name.endswith("_step") and check.verdict != OK]
+    return [check for check in judgement.checks if check.name in _TIMES and check.verdict != OK]
 
 
 def render_comparison(comparison: Comparison, width: int = 80) -> str:
@@ -174,7 +176,7 @@ def _check_row(check: Check) -> tuple[str, ...]:
 
 
 def _value(name: str, value: float | None) -> str:
-    if name.endswith("_step"):
+    if name in _TIMES:
         return tables.seconds(value)
     if name.endswith("_memory"):
         return tables.data_size(value)
