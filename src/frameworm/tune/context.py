@@ -21,7 +21,7 @@ class MachineFacts:
     """What the machine has, for one node."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    bf16: bool = False
+    bf16: bool = False  # by hardware: torch emulates it elsewhere, and on CPUs many times slower than fp32
     capability: float | None = None  # compute capability of the GPU, such as 9.0
     gpus: int = 0
     cpus_usable: int = 1
