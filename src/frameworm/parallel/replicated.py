@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
 from frameworm.parallel.compression.control import CompressionControl
-from frameworm.parallel.compression.plain import gradient_bytes, mean_of_gradients
+from frameworm.parallel.compression.plain import EarlyShares, gradient_bytes, mean_of_gradients
 from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.strategy import Hook, Strategy
 from frameworm.records.observations import Compression
@@ -71,8 +71,11 @@ class DDPStrategy(Strategy):
         if self.world_size == 1:
             return False
         assert self._wrapped is not None
-        hook = mean_of_gradients if self._compression is None else self._compression.hook
-        self._wrapped.register_comm_hook(None, wrap(hook))
+        if self._compression is None:
+            self._wrapped.register_comm_hook(EarlyShares(self._wrapped), wrap(mean_of_gradients))
+        else:
+            hook = self._compression.hook
+            self._wrapped.register_comm_hook(hook.early_shares(self._wrapped), wrap(hook))
         return True
 
     def after_step(self, model: nn.Module, step: int) -> bool:

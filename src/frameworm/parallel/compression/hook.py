@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.errors import ConfigError
 from frameworm.parallel.compression import exchange
 from frameworm.parallel.compression.codecs import Codec, make_codec
 from frameworm.parallel.compression.pipeline import Job, Pipeline, Result, Stages, Wire
-from frameworm.parallel.compression.plain import first_of, take_share
+from frameworm.parallel.compression.plain import EarlyShares, first_of, share_of
 from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
 from frameworm.parallel.compression.residuals import Named, Residuals, Scale
@@ -34,7 +35,7 @@ COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 class CompressionHook:
     """Forms the mean of the gradients over the ranks with few bytes; made once per DDP model, on all ranks together.
 
-    Gradients in fp64 or complex numbers and sparse ones are sent as they are.
+    Gradients in fp64 or complex numbers and sparse ones are sent as they are. DDP may give it `early_shares` as state.
 
     Args:
         method: One of off, fp16, bf16, int8, int4, topk, powersgd.
@@ -126,6 +127,10 @@ class CompressionHook:
                 self._residuals.clear()
         self._method = method
 
+    def early_shares(self, ddp: DistributedDataParallel) -> EarlyShares:
+        """What makes `off` as fast as DDP without a hook: the state to register this hook with."""
+        return EarlyShares(ddp, wanted=lambda: self._method == OFF)
+
     def reset(self, why: str) -> None:
         """Forget what was left out so far, and say so."""
         self._forget()
@@ -187,9 +192,12 @@ class CompressionHook:
             self.ready_span_s = perf_counter() - self._first_at
         compressed = self._method != OFF and self._compressible(values)
         if compressed:
+            if isinstance(state, EarlyShares):
+                state.undo(bucket)  # the method has changed since
             result = self._accept(bucket, values, last)
         else:
-            result = self._plain(values)
+            # What DDP does without a hook, to the last bit.
+            result = first_of(self._wire.all_reduce_plain(share_of(state, bucket, self._wire.world_size)))
         if last:
             if self._held is not None:
                 self._release(self._held)
@@ -218,10 +226,6 @@ class CompressionHook:
             )
             log.info("compression %s: %s are sent as they are", self._method, what)
         return False
-
-    def _plain(self, values: Tensor) -> Result:
-        """What DDP does without a hook, to the last bit."""
-        return first_of(self._wire.all_reduce_plain(take_share(values, self._wire.world_size)))
 
     def _accept(self, bucket: Any, values: Tensor, last: bool) -> Result:
         if self._held is None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+LARGE = 2**16  # values; with fewer of them a call from Python costs more than a second look at memory
+SAME_TOGETHER = (torch.float32, torch.float64)  # torch._foreach_mul_ rounds the shorter ones as nobody else does
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -15,9 +22,15 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def mean_of_gradients(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The hook that sends what DDP sends without one, to the last bit."""
-    gradients = take_share(bucket.buffer(), dist.get_world_size())
-    return first_of(dist.all_reduce(gradients, async_op=True))
+    """The hook that sends what DDP sends without one, to the last bit; its state may be `EarlyShares`."""
+    return first_of(dist.all_reduce(share_of(state, bucket, dist.get_world_size()), async_op=True))
+
+
+def share_of(state: Any, bucket: Any, world_size: int) -> Tensor:
+    """This rank's part of the mean of a bucket, in place."""
+    if isinstance(state, EarlyShares):
+        return state.complete(bucket)
+    return take_share(bucket.buffer(), world_size)
 
 
 def take_share(gradients: Tensor, world_size: int) -> Tensor:
@@ -34,3 +47,157 @@ def first_of(work: Any) -> torch.futures.Future[Tensor]:
 
 def _first_value(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return done.value()[0]
+
+
+@dataclass
+class _Buffer:
+    """The memory of a bucket, and what is known of it."""
+
+    address: int
+    learned: bool = False
+    large: frozenset[int] = frozenset()  # ids of the parameters whose share can be taken early
+    small: list[Tensor] = field(default_factory=list)  # the other gradients
+
+
+class EarlyShares:
+    """Takes this rank's part of the mean while a gradient is put into its bucket, as DDP does without a hook.
+
+    With a hook DDP only copies, and the hook's own pass over a full bucket, long out of the cache, costs a CPU 2% of a
+    step. So a large gradient is multiplied into its place in the bucket as soon as it is there; DDP finds it in place
+    and copies nothing. What was not taken early the hook takes: small gradients, those of the first steps, and all
+    where gradients are no views of buckets, on a GPU, and with a static graph, in which a gradient may come in parts.
+
+    It is given to DDP as the state of the hook, lives as long as the DDP model, and needs the model to be called as
+    `ddp(...)`.
+
+    Args:
+        ddp: The model that sends its gradients through the hook; without backward pass so far.
+        wanted: Whether the coming backward pass sends plain gradients.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, wanted: Callable[[], bool] | None = None) -> None:
+        self._world_size: int = dist.get_world_size(ddp.process_group)
+        self._wanted = wanted
+        self._expecting = False  # whether DDP will put the next gradients into its buckets
+        self._places: dict[int, Tensor] = {}  # by the id of the parameter
+        self._buffers: dict[int, _Buffer] = {}  # by the index of the bucket
+        self._taken: set[int] = set()  # ids of the parameters whose share was taken in this backward pass
+        if self._world_size == 1 or not ddp.gradient_as_bucket_view or ddp.mixed_precision is not None:
+            return
+        accumulated = _weakly(weakref.ref(self))
+        handles = [
+            item.register_post_accumulate_grad_hook(accumulated)
+            for item in ddp.parameters()
+            if item.requires_grad and item.numel() >= LARGE and item.device.type == "cpu"
+        ]
+        if handles:
+            # The model outlives its DDP wrapper, and may be wrapped again.
+            weakref.finalize(self, _remove, handles).atexit = False
+            ddp.register_forward_hook(self._after_forward)
+
+    def complete(self, bucket: Any) -> Tensor:
+        """This rank's part of the mean of a full bucket, in place."""
+        values: Tensor = bucket.buffer()
+        known = self._buffers.get(bucket.index())
+        if known is not None and known.large and known.large <= self._taken and known.address == values.data_ptr():
+            self._take(known.small)
+            self._end_step(bucket)
+            return values
+        taken, rest = self._parts(bucket)
+        if taken:
+            self._take(rest)
+        else:
+            take_share(values, self._world_size)
+        self._end_bucket(bucket, values)
+        return values
+
+    def undo(self, bucket: Any) -> None:
+        """Give a full bucket the gradients it would have without this."""
+        taken, _ = self._parts(bucket)
+        if taken:
+            torch._foreach_mul_(taken, self._world_size)
+        self._end_bucket(bucket, bucket.buffer())
+
+    def _parts(self, bucket: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of a bucket whose share was taken, and the others; nothing at all if none was."""
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        known = [id(item) in self._taken for item in bucket.parameters()] if self._taken else []
+        if any(known):
+            for part, is_taken in zip(bucket.gradients(), known):
+                parts[not is_taken].append(part)
+        return parts
+
+    def _take(self, parts: list[Tensor]) -> None:
+        if parts and parts[0].dtype in SAME_TOGETHER:
+            torch._foreach_mul_(parts, 1 / self._world_size)
+            return
+        for part in parts:
+            take_share(part, self._world_size)
+
+    def _end_bucket(self, bucket: Any, values: Tensor) -> None:
+        if not values.is_sparse and values.device.type == "cpu":
+            self._learn(bucket, values)
+        self._end_step(bucket)
+
+    def _end_step(self, bucket: Any) -> None:
+        if bucket.is_last():
+            self._expecting = False
+            self._taken.clear()
+
+    def _learn(self, bucket: Any, values: Tensor) -> None:
+        """Remember where gradients go, once a bucket has come a second time: DDP makes new ones after a first step."""
+        index, address = bucket.index(), values.data_ptr()
+        known = self._buffers.get(index)
+        if known is None or known.address != address:
+            self._buffers[index] = _Buffer(address)
+            for item in bucket.parameters():
+                self._places.pop(id(item), None)
+        elif not known.learned:
+            known.learned = True
+            large = set()
+            for item, part in zip(bucket.parameters(), bucket.gradients()):
+                # DDP lays a gradient out as its parameter, which these views do not follow.
+                if item.numel() >= LARGE and item.is_contiguous():
+                    self._places[id(item)] = part
+                    large.add(id(item))
+                else:
+                    known.small.append(part)
+            known.large = frozenset(large)
+
+    def _after_forward(self, ddp: Any, inputs: Any, output: Any) -> None:
+        """Expect gradients when DDP does."""
+        if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
+            return
+        self._taken.clear()  # of a backward pass that failed
+        self._expecting = not ddp.static_graph and (self._wanted is None or self._wanted())
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A gradient is there, and DDP has not seen it yet."""
+        place = self._places.get(id(parameter)) if self._expecting else None
+        gradient = parameter.grad
+        if place is None or gradient is None:
+            return
+        if gradient.is_sparse or gradient.requires_grad or gradient.dtype != place.dtype:
+            return
+        if gradient.data_ptr() == place.data_ptr():
+            gradient.div_(self._world_size)  # DDP divides here, and multiplies below
+        else:
+            torch.mul(gradient, 1 / self._world_size, out=place)
+            parameter.grad = place.detach()
+        self._taken.add(id(parameter))
+
+
+def _weakly(shares: weakref.ref[EarlyShares]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the shares alive."""
+
+    def accumulated(parameter: Tensor) -> None:
+        alive = shares()
+        if alive is not None:
+            alive.accumulated(parameter)
+
+    return accumulated
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

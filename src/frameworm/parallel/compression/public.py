@@ -115,7 +115,7 @@ def enable_gradient_compression(
 
     send.__annotations__ = {}  # DDP compares annotations with classes, which postponed ones are not
     try:
-        ddp_model.register_comm_hook(None, send)
+        ddp_model.register_comm_hook(control.hook.early_shares(ddp_model), send)
     except RuntimeError as error:
         control.close()
         raise ModelError(f"DDP takes one communication hook, before its first backward pass: {error}") from None
