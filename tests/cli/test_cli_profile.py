@@ -105,7 +105,11 @@ def test_exit_code_and_traceback_are_the_scripts_own(line: str, code: int, cli: 
 def test_interrupt_exits_with_130(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "frameworm", "profile", "--out", str(tmp_path / "run"), str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background, it is ignored
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -14,7 +14,6 @@ from workbench import Sequences, Steps, classification
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
 from frameworm.models.gpt import GPT
-from frameworm.parallel.shards import whole
 from frameworm.records.schema import RunRecord
 
 WORLD = 2
@@ -90,12 +89,18 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, fused=kind == "fused")
 
 
+def _whole(item: DTensor) -> torch.Tensor:
+    part = item.to_local().to(item.device_mesh.device_type)  # parts that wait in host memory cannot be sent from there
+    shape, stride = item.shape, item.stride()
+    return DTensor.from_local(part, item.device_mesh, item.placements, shape=shape, stride=stride).full_tensor()
+
+
 def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Everything the model holds, whole; all ranks must call it."""
 
     def full(item: torch.Tensor) -> torch.Tensor:
         # Shards that wait in host memory are sent from the device that the ranks meet on.
-        return whole(item, torch.device(item.device_mesh.device_type)) if isinstance(item, DTensor) else item
+        return _whole(item) if isinstance(item, DTensor) else item
 
     return {name: full(item).detach().clone() for name, item in model.state_dict().items()}
 
