@@ -76,8 +76,13 @@ def _run_rank(
 @pytest.fixture(scope="session")
 def _rank_context() -> multiprocessing.context.BaseContext:
     """Ranks fork from a server that has imported torch but run nothing of it: quick to start, no threads."""
+    import torch
+
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "frameworm.launch.process_group"])
+    preloaded = ["pytest", "torch", "frameworm.launch.process_group"]
+    if not torch.cuda.is_available():  # these bring the compiler along, which may ask for a GPU: not to be forked
+        preloaded += ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
+    context.set_forkserver_preload(preloaded)
     return context
 
 
