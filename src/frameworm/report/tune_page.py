@@ -46,10 +46,9 @@ def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
     attempts = tune_tables.attempt_rows(result)
     phases = tune_tables.phases_before_after(result)
     proofs = _proofs(result)
-    known = [status for status in tune_tables.STATUSES if status != "accepted"]
-    others = [
-        status for status in dict.fromkeys(item.status for item in attempts) if status not in tune_tables.STATUSES
-    ]
+    # The known ones first, in their order; accepted ones are shown above.
+    statuses = dict.fromkeys((*tune_tables.STATUSES, *(item.status for item in attempts)))
+    del statuses["accepted"]
     return _template().render(
         title=tune_tables.name_of(result),
         headline=tune_tables.headline(result),
@@ -65,7 +64,7 @@ def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
         phases=[_phase_row(row) for row in phases],
         groups=[
             (status, _TITLES.get(status, status), [item for item in attempts if item.status == status])
-            for status in (*known, *others)
+            for status in statuses
             if any(item.status == status for item in attempts)
         ],
     )

@@ -244,9 +244,10 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
     rows = []
     for key, pair in mapping(result.get("changes")).items():
         values = mapping(pair)
-        source = next((item for item in reversed(accepted_of(result)) if key in mapping(item.get("changes"))), {})
-        gain = gain_of(mapping(source).get("speedup"))
-        numbers = str(mapping(source).get("mathematics") or "")
+        sources = [item for item in accepted_of(result) if key in mapping(item.get("changes"))]
+        source = sources[-1] if sources else mapping(None)
+        gain = gain_of(source.get("speedup"))
+        numbers = str(source.get("mathematics") or "")
         rows.append(
             ChangeRow(
                 tables.plain(key),
@@ -254,7 +255,7 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
                 setting(values.get("after")),
                 "" if gain is None else gain.text(),
                 MATHEMATICS.get(numbers, tables.plain(numbers)),
-                tables.plain(mapping(source).get("why") or "").replace("_", " "),
+                tables.plain(source.get("why") or "").replace("_", " "),
             )
         )
     return rows
