@@ -22,6 +22,8 @@ _WIDTH = 120
 _INDENT = 2
 _BREAKS_FLOW = set(",[]{}")
 _MISSING = object()
+# Why a knob was turned that no finding had named.
+_NO_FINDINGS = {"usual gain": "usually a gain", "together": "tried together"}
 
 Comment = Callable[[str], str]
 
@@ -121,7 +123,8 @@ def _comment(result: TuneResult, key: str) -> str:
     speedup = source.speedup
     parts = [f"tune: {Gain(speedup.value, speedup.low, speedup.high).text()}"]
     if source.attempt.why:
-        parts.append(f"because of {source.attempt.why.replace('_', ' ')}")
+        why = source.attempt.why
+        parts.append(_NO_FINDINGS.get(why) or f"because of {why.replace('_', ' ')}")
     parts.append(MATHEMATICS.get(source.candidate.mathematics, source.candidate.mathematics))
     partners = [name for name in source.candidate.changes if name != key and name in result.changes]
     if partners:
