@@ -26,7 +26,15 @@ Setting = tuple[Any, ...]
 NOISE = 0.01
 SWITCHES, SCALE = 6, (1, 2, 4, 8)
 # Small enough to try everything on two cores; each changes the time of a step on a CPU.
-REAL_KNOBS = ("batching", "precision", "micro_batch", "cpu_threads", "fused_optimizer")
+REAL_KNOBS = (
+    "batching",
+    "precision",
+    "micro_batch",
+    "cpu_threads",
+    "activation_checkpointing",
+)
+# Small passes of a larger batch, so that there are several micro-batches to choose from.
+REAL_SETTINGS = ("training.global_batch=256", "training.micro_batch=32")
 
 
 class Landscape:
@@ -122,7 +130,9 @@ def combinations_of(config: Config, context: Context, knobs: Sequence[Knob]) -> 
     offered: list[list[Mapping[str, Any]]] = []
     for knob in knobs:
         if knob.why_not(context) is None:
-            offered.append([{}, *(candidate.changes for candidate in knob.candidates(context))])
+            # What is approximate is left out of the search, too.
+            values = [item.changes for item in knob.candidates(context) if item.mathematics != "more"]
+            offered.append([{}, *values])
     found = []
     for chosen in itertools.product(*offered):
         changes = {key: value for part in chosen for key, value in part.items()}

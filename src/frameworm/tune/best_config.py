@@ -23,7 +23,12 @@ _INDENT = 2
 _BREAKS_FLOW = set(",[]{}")
 _MISSING = object()
 # Why a knob was turned that no finding had named.
-_NO_FINDINGS = {"usual gain": "usually a gain", "together": "tried together"}
+_NO_FINDINGS = {
+    "usual gain": "usually a gain",
+    "together": "tried together",
+    "tried again": "tried again after other changes",
+    "interaction": "because of other changes",
+}
 
 Comment = Callable[[str], str]
 
