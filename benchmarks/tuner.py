@@ -154,7 +154,7 @@ class Session:
     def race(self, contenders: dict[str, tuple[Train, str, tuple[str, ...]]], steps: int) -> dict[str, Any]:
         """Trainings that take turns; milliseconds a step, and how many times as fast as each other."""
         arguments = self.arguments
-        plan = Plan(max(4, min(30, steps)), max(1, steps // 10), steps, arguments.rounds + 1)
+        plan = Plan(max(4, min(100, steps)), max(1, steps // 10), steps, arguments.rounds + 1)
         ends = (f"training.max_steps={plan.total}", "training.epochs=100000", "checkpoint.every_steps=1000000000")
         failures: dict[str, str] = {}
         lives: dict[str, Live] = {}
