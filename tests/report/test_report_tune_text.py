@@ -55,6 +55,16 @@ def test_the_whole_run_is_told_with_its_compile_time_and_the_command() -> None:
     assert text.rstrip().endswith("frameworm train --config out/best.yaml")
 
 
+def test_what_is_expected_follows_from_the_proof_and_not_from_trials_minutes_apart() -> None:
+    result = stored()
+    gain = result["speedup"]["value"]
+    before_s = result["run_s_before"] - result["baseline"]["setup_s"]
+    assert result["run_s_after"] == pytest.approx(before_s / gain + result["final"]["setup_s"])
+    result["final"]["seconds_per_sample"] = [1e-9]
+    before, after = (float(text.replace(",", "")) for text in tune_tables.samples_per_s(result))
+    assert after / before == pytest.approx(gain, rel=0.01)
+
+
 def test_without_a_gain_nothing_is_claimed() -> None:
     text = waterfall(stored(1))
     assert "the config stays as it is" in " ".join(text.split())

@@ -74,12 +74,13 @@ def _figures(result: Mapping[str, Any]) -> list[tables.Figure]:
     whole = tune_tables.gain_of(result.get("speedup"))
     changed = bool(tune_tables.accepted_of(result))
     before, after = result.get("baseline"), result.get("final")
+    speeds = tune_tables.samples_per_s(result)
     run_s = [tune_tables.figure(result.get(name)) for name in ("run_s_before", "run_s_after")]
     found = [
         tables.Figure("speedup", tables.UNKNOWN if whole is None else whole.times()),
         tables.Figure("95% interval", "" if whole is None else whole.interval()),
-        tables.Figure("samples/s before", tune_tables.samples_per_s(before)),
-        tables.Figure("samples/s after", tune_tables.samples_per_s(after)),
+        tables.Figure("samples/s before", speeds[0]),
+        tables.Figure("samples/s after", speeds[1]),
         tables.Figure("whole run before", tables.seconds(run_s[0])),
         tables.Figure("whole run after", tables.seconds(run_s[1])),
         tables.Figure("start-up before", tables.seconds(tune_tables.setup_s(before))),

@@ -173,10 +173,14 @@ def sample_s(trial: Any) -> float | None:
     return median(windows) if windows else None
 
 
-def samples_per_s(trial: Any) -> str:
-    """Samples per second of a trial."""
-    time_s = sample_s(trial)
-    return tables.UNKNOWN if not time_s else f"{1 / time_s:,.0f}"
+def samples_per_s(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Samples per second before and after; the proved gain counts, since trials lie minutes apart."""
+    before_s, after_s = sample_s(result.get("baseline")), sample_s(result.get("final"))
+    gain = gain_of(result.get("speedup"))
+    if before_s is not None and gain is not None:
+        after_s = before_s / gain.value
+    before, after = (tables.UNKNOWN if not time_s else f"{1 / time_s:,.0f}" for time_s in (before_s, after_s))
+    return before, after
 
 
 def setup_s(trial: Any) -> float | None:

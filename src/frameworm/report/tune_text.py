@@ -32,7 +32,7 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     stages = tune_tables.stages(result)
     if len(stages) > 1:
         lines += ["", *_bars(stages, width), "  (bars: time per sample)", ""]
-    speeds = [tune_tables.samples_per_s(result.get(side)) for side in ("baseline", "final")]
+    speeds = tune_tables.samples_per_s(result)
     if speeds[0] != tables.UNKNOWN:
         lines += field("samples/s", speeds[0] if len(stages) == 1 else " → ".join(speeds), width)
     expected = tune_tables.whole_run(result)
