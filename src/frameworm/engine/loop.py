@@ -13,6 +13,7 @@ from frameworm.config.schema import EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
 from frameworm.engine.capture import CapturedStep
 from frameworm.engine.evaluation import Evaluation
+from frameworm.engine.gate import Gate
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
 from frameworm.launch.stopping import StopAgreement
@@ -50,6 +51,7 @@ class TrainingLoop:
         sum_over_ranks: Callable[[list[float]], list[float]],
         ranks: RankWatch | None = None,
         before_step: Callable[[int], None] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._step = step
         self._source = source
@@ -64,6 +66,7 @@ class TrainingLoop:
         self._sum_over_ranks = sum_over_ranks
         self._ranks = ranks
         self._before_step = before_step
+        self._gate = gate
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -105,7 +108,7 @@ class TrainingLoop:
         """The rest of an epoch; the reason to stop, if somebody gave one."""
         progress, clock, ranks = self.progress, self._clock, self._ranks
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
-        stop_before, before_step = self._agreement.stop_before, self._before_step
+        stop_before, before_step, gate = self._agreement.stop_before, self._before_step, self._gate
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         group = update.optimizer.param_groups[0]
@@ -120,6 +123,11 @@ class TrainingLoop:
             reason = stop_before(number)
             if reason is not None:
                 return reason
+            if gate is not None and (passage := gate.enter(number)) != "go":
+                if passage == "end":
+                    return "completed"
+                self._start_clock()
+                fresh = True
             last = progress.step_in_epoch + 1 == length or number == max_steps
             if last:
                 clock.divide()  # validation follows, and is a phase of its own
@@ -134,6 +142,8 @@ class TrainingLoop:
             mark(DATA_WAIT)
             if batch is None:
                 break
+            if gate is not None:
+                gate.admit(batch)
             result = run(progress.step, batch)
             progress.step = number
             progress.step_in_epoch += 1

@@ -20,6 +20,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint import check_same_model, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
+from frameworm.engine.gate import Gate
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.optimizers import build_optimizer
 from frameworm.engine.out_of_memory import Advise, planned_advice
@@ -118,11 +119,13 @@ def train_workload(
     resume: str | Path | None = None,
     callbacks: Sequence[Listener] = (),
     advise: Advise | None = None,
+    gate: Gate | None = None,
 ) -> RunRecord:
     """Train a workload by a resolved config; the rest as for `run`.
 
     Args:
         advise: Finds settings that fit when memory runs out; None: no time is spent on that.
+        gate: Stands before every step.
     """
     optimizer = build_optimizer(workload.model, config)
     training = config.training
@@ -140,6 +143,7 @@ def train_workload(
         run_dir=out,
     )
     trainer.advise = advise
+    trainer.gate = gate
     return trainer.train(
         build_loader(config, workload, workload.train_data, evaluation=False),
         None if workload.val_data is None else build_loader(config, workload, workload.val_data, evaluation=True),

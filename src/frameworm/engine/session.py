@@ -23,6 +23,7 @@ from frameworm.engine.checkpoint_store import make_store
 from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
+from frameworm.engine.gate import Gate
 from frameworm.engine.halving import make_halving
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
@@ -85,6 +86,7 @@ class Job:
     callbacks: Sequence[Listener] = ()
     notes: list[str] = field(default_factory=list)
     advise: Advise | None = None  # settings that would fit, asked when memory has run out
+    gate: Gate | None = None  # stands before every step
 
 
 class TrainingSession:
@@ -181,6 +183,7 @@ class TrainingSession:
             sum_over_ranks=self._sum_over_ranks,
             ranks=self._ranks,
             before_step=self._guard.before_step,
+            gate=job.gate,
         )
         self._notes = [*job.notes, update.note, capture_note, job.strategy.note, halving_note]
         self.record = RunRecord(

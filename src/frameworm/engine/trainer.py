@@ -19,6 +19,7 @@ from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.activations import find_layers
 from frameworm.engine.folder import open_output
+from frameworm.engine.gate import Gate
 from frameworm.engine.out_of_memory import Advise
 from frameworm.engine.precision import Precision, apply_backend_flags
 from frameworm.engine.processors import apply_processors
@@ -87,6 +88,8 @@ class Trainer:
         self._began = False
         # How to find settings that fit when memory runs out; set by whoever has built all of this from a config.
         self.advise: Advise | None = None
+        # Stands before every step; set by whoever measures a run from outside.
+        self.gate: Gate | None = None
 
     @property
     def config(self) -> Config:
@@ -217,6 +220,7 @@ class Trainer:
             callbacks=self._callbacks,
             notes=[text for text in (note, val_note) if text],
             advise=self.advise,
+            gate=self.gate,
         )
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:

@@ -118,29 +118,29 @@ def run_rank(job: TrialJob, rank: int) -> None:
     result: dict[str, Any] = {"done": done}
     code = 0
     try:
-        _settle(job, rank)
-        with added_to_environment(_variables(job, rank)):
-            _few_threads(job)
+        settle_rank(job, rank)
+        with added_to_environment(rank_variables(job, rank)):
+            few_threads(job)
             if job.plan_bytes is not None:
                 result["plan"] = _plan(job, job.plan_bytes)
             elif not job.sizes:
                 result["machine"] = asdict(_look(job))
             for size in job.sizes:
                 done.append({"micro_batch": size, **_train(job, size)})
-                _write(file, result)
+                write_result(file, result)
             cleanup()
     except BaseException as error:
         code = 1
         traceback.print_exc()
-        result["failure"] = _describe(error)
-    _write(file, result)
+        result["failure"] = describe_failure(error)
+    write_result(file, result)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the regular end: threads of a collective that nobody will answer would hold the process.
     os._exit(code)
 
 
-def _settle(job: TrialJob, rank: int) -> None:
+def settle_rank(job: TrialJob, rank: int) -> None:
     """A session of its own, so that the whole family can be found, and what it says in a file."""
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):
@@ -164,7 +164,7 @@ def map_libraries() -> None:
     torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()
 
 
-def _variables(job: TrialJob, rank: int) -> dict[str, str]:
+def rank_variables(job: TrialJob, rank: int) -> dict[str, str]:
     """Those of a worker that a launcher has started."""
     if job.world_size == 1 or not job.sizes:
         return {}
@@ -178,7 +178,7 @@ def _variables(job: TrialJob, rank: int) -> dict[str, str]:
     }
 
 
-def _few_threads(job: TrialJob) -> None:
+def few_threads(job: TrialJob) -> None:
     """As many as a launched worker would get; the library has read its variable already."""
     threads = worker_environment(job.world_size, usable_cpus()).get("OMP_NUM_THREADS")
     if job.world_size > 1 and threads is not None:
@@ -282,7 +282,7 @@ def _figures(record: RunRecord, size: int, accumulation: int) -> dict[str, Any]:
     }
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def describe_failure(error: BaseException) -> dict[str, Any]:
     text = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return {"kind": out_of(error), "message": message[:500], "consequence": is_consequence(error)}
@@ -311,7 +311,7 @@ def out_of_in(text: str) -> OutOf | None:
     return "host_oom" if any(sign in text for sign in _OF_THE_HOST) else "cuda_oom"
 
 
-def _write(file: Path, result: dict[str, Any]) -> None:
+def write_result(file: Path, result: dict[str, Any]) -> None:
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(result), encoding="utf-8")
     draft.replace(file)

@@ -1,0 +1,223 @@
+"""Trials and proofs of a search, made with live runs of the engine; see `outcomes` for what is asked and told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frameworm.config.schema import Config
+from frameworm.guard.gain import Side, Window
+from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
+from frameworm.tune.live import Live, LiveError, Stand
+from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.sample_hash import add_hashes
+
+_NOT_CAPTURED = "the step was not captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        window_s: Length of a window; at least two steps.
+        windows: Windows of a trial.
+        pairs: Pairs of windows of a proof.
+        warm_windows: Most windows until it gets no faster any more; not counted.
+        learn_s: How long one learning should take, of the config before the change.
+        learn_steps: Fewest and most steps of it.
+        references: Learnings from moved weights.
+        limit_s: Longest a trial may take; twice that for a proof.
+    """
+
+    window_s: float = 0.3
+    windows: int = 5
+    pairs: int = 10
+    warm_windows: int = 8
+    learn_s: float = 2.0
+    learn_steps: tuple[int, int] = (16, 48)
+    references: int = 2
+    limit_s: float = 300.0
+
+
+class TrialRunner:
+    """Runs what a search asks for.
+
+    Args:
+        folder: What trials and proofs say is kept in it, in a folder for each.
+        world_size: Processes of every run.
+        effort: How much is measured.
+        limit_bytes: Memory each process may take beside Python and torch; None: what the system allows.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        world_size: int = 1,
+        effort: Effort | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._folder = Path(folder)
+        self._world_size = world_size
+        self._effort = effort or Effort()
+        self._limit_bytes = limit_bytes
+
+    def run_trial(self, request: TrialRequest) -> TrialResult:
+        """Measure one config alone."""
+        folder = self._folder / "trials" / request.id
+        details: dict[str, Any] = {"log": str(folder)}
+        deadline = self._deadline(request.timeout_s, 1)
+        windows: list[float] = []
+        stopped_early = False
+        try:
+            with self._live(request.config, folder, deadline) as live:
+                live.stand()
+                step_s, setup_s = self._warm(live, request.config)
+                for _ in range(self._effort.windows):
+                    windows.append(self._window(live, step_s, request.config))
+                    if not request.keep_going(windows):
+                        stopped_early = True
+                        break
+                told = live.finish()[0]
+        except LiveError as error:
+            return TrialResult(failure=_in_words(error.failure, request.timeout_s), details=details)
+        details.update(step_s=step_s, **{key: told[key] for key in told if key not in ("verdict", "findings")})
+        refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
+        if request.config.gpu.capture == "step" and refused:
+            return TrialResult(failure=Failure("capture_refused", refused[0]), details=details)
+        return TrialResult(
+            tuple(windows), setup_s, told["verdict"], tuple(told["findings"]), stopped_early, details=details
+        )
+
+    def prove(self, request: ProofRequest) -> ProofResult:
+        """Measure two configs in turns, and compare what they learn if that is worth while."""
+        folder = self._folder / "proofs" / request.id
+        details: dict[str, Any] = {"log": str(folder)}
+        deadline = self._deadline(request.timeout_s, 2)
+        try:
+            windows, step_s = self._take_turns(request, folder, deadline)
+            details["windows"] = [list(window) for window in windows]
+            proof = self._judge(request, windows, None)
+            if proof.checks[0].passed:
+                evidence = self._learn(request, folder, deadline, step_s)
+                proof = self._judge(request, windows, evidence)
+        except LiveError as error:
+            return ProofResult(failure=_in_words(error.failure, request.timeout_s), details=details)
+        return ProofResult(proof, details=details)
+
+    def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
+        return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
+
+    def _take_turns(self, request: ProofRequest, folder: Path, deadline: float) -> tuple[list[Window], float]:
+        """Windows of both sides, A B B A A B ..., and the slower side's seconds per step."""
+        windows: list[Window] = []
+        with (
+            self._live(request.baseline, folder / "before", deadline) as before,
+            self._live(request.candidate, folder / "after", deadline) as after,
+        ):
+            before.stand()
+            after.stand()
+            before_s, _ = self._warm(before, request.baseline)
+            after_s, _ = self._warm(after, request.candidate)
+            sides: list[tuple[Side, Live, float, Config]] = [
+                ("before", before, before_s, request.baseline),
+                ("after", after, after_s, request.candidate),
+            ]
+            for _ in range(self._effort.pairs):
+                for side, live, step_s, config in sides:
+                    windows.append(Window(side, self._window(live, step_s, config)))
+                sides.reverse()
+        return windows, max(before_s, after_s)
+
+    def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
+        """Both sides from the same weights, with the same samples; nothing is timed, so they go on together."""
+        fewest, most = self._effort.learn_steps
+        steps = max(fewest, min(most, round(self._effort.learn_s / step_s)))
+        units = (0.0, *[request.unit] * self._effort.references) if request.mathematics != "more" else (0.0,)
+        with (
+            self._live(request.learning_baseline, folder / "learning-before", deadline, steps, units) as before,
+            self._live(request.learning_candidate, folder / "learning-after", deadline, steps, (0.0,)) as after,
+        ):
+            candidate = _merged(after.finish())[0]
+            baseline, *references = _merged(before.finish())
+        return Evidence(baseline, candidate, references, request.unit)
+
+    def _live(
+        self,
+        config: Config,
+        folder: Path,
+        deadline: float,
+        learn_steps: int | None = None,
+        units: tuple[float, ...] = (),
+    ) -> Live:
+        return Live(
+            config,
+            folder,
+            deadline,
+            world_size=self._world_size,
+            limit_bytes=self._limit_bytes,
+            learn_steps=learn_steps,
+            units=units,
+        )
+
+    def _deadline(self, timeout_s: float | None, parts: int) -> float:
+        limit_s = parts * self._effort.limit_s
+        return time.monotonic() + (limit_s if timeout_s is None else min(limit_s, max(timeout_s, 1.0)))
+
+    def _warm(self, live: Live, config: Config) -> tuple[float, float]:
+        """Go on until it gets no faster any more; seconds per step, and what its start took beyond its steps."""
+        step_s, _ = _per_step(live.go(0, 2), 2)
+        for _ in range(self._effort.warm_windows):
+            steps = self._steps(step_s)
+            now_s, stand = _per_step(live.go(0, steps), steps)
+            settled = now_s > 0.9 * step_s
+            step_s = now_s
+            if settled:
+                break
+        return step_s, max(0.0, time.monotonic() - live.began - stand.done * step_s)
+
+    def _window(self, live: Live, step_s: float, config: Config) -> float:
+        """Seconds per sample."""
+        steps = self._steps(step_s)
+        workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
+        # What the loader has made ready meanwhile is used up before the clock starts.
+        lead_in = max(1, steps // 10, min(workers * config.data.prefetch_factor, steps))
+        stand = live.go(lead_in, steps)
+        assert stand.seconds is not None
+        return stand.seconds / max(1, stand.samples)
+
+    def _steps(self, step_s: float) -> int:
+        return max(2, math.ceil(self._effort.window_s / max(step_s, 1e-6)))
+
+
+def _per_step(stand: Stand, steps: int) -> tuple[float, Stand]:
+    assert stand.seconds is not None
+    return stand.seconds / steps, stand
+
+
+def _in_words(failure: Failure, timeout_s: float | None) -> Failure:
+    if failure.kind == "hang" and timeout_s is not None:
+        return Failure("hang", f"{failure.reason}, all that the budget had left for it")
+    return failure
+
+
+def _merged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Learning]:
+    """The learnings of a run from what its ranks told."""
+    return [_learning([rank[number] for rank in ranks]) for number in range(len(ranks[0]))]
+
+
+def _learning(parts: Sequence[dict[str, Any]]) -> Learning:
+    steps = []
+    for step in range(min(len(part["losses"]) for part in parts)):
+        losses = [(loss, count) for loss, count in (part["losses"][step] for part in parts) if loss is not None]
+        total = math.fsum(count for _, count in losses)
+        loss = math.fsum(loss * count for loss, count in losses) / total if total else math.nan
+        tokens = [part["real_tokens"][step] for part in parts]
+        samples = add_hashes([part["samples"][step] for part in parts])
+        steps.append(StepEvidence(loss, samples, None if None in tokens else sum(tokens)))
+    return Learning(steps, parts[0]["updates"])
