@@ -1,27 +1,31 @@
-"""`batch-size`."""
+"""`batch-size` and `tune`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import typer
 
 from frameworm.cli.scale import parse_size
 from frameworm.cli.train import number_or_auto
 from frameworm.config.load import load_config
-from frameworm.errors import EnvironmentSetupError
+from frameworm.config.schema import Config
+from frameworm.errors import ConfigError, EnvironmentSetupError
 
 INCONCLUSIVE = 3
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     app.command("batch-size")(batch_size)
+    app.command("tune")(tune)
 
 
 def batch_size(
@@ -61,23 +65,14 @@ def batch_size(
 
     warm_up(["frameworm.cli.main"])  # imports torch while this process does
     loaded = load_config(config, settings)
-    from frameworm.engine.run import look_at_machine
-    from frameworm.launch.plan import plan_launch
-
-    devices = look_at_machine(loaded).device_count if distributed else 0
-    plan = plan_launch(distributed, number_or_auto(nproc_per_node), device_count=devices)
-    if plan.action == "join" or plan.max_nodes > 1:
-        raise EnvironmentSetupError(
-            "batch-size starts the ranks of its trials itself, on one machine: run it once, without torchrun or srun, "
-            "with --distributed --nproc-per-node N"
-        )
+    world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.batch_size_table import render_batch_size
     from frameworm.tune.batch_size import BatchSizeFinder
 
     with _telling() as tell:
         report = BatchSizeFinder(
             loaded,
-            world_size=plan.nproc_per_node,
+            world_size=world_size,
             most=most,
             free_global_batch=free_global_batch,
             deadline_s=deadline,
@@ -102,3 +97,106 @@ def _telling() -> Iterator[Callable[[str], None] | None]:
 
     with Console(stderr=True).status("batch size") as status:
         yield status.update
+
+
+def tune(
+    config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change a setting before the search: --set training.epochs=10"
+    ),
+    budget: str = typer.Option("10m", help="Time for all trials, such as 90s, 10m or 1h."),
+    trials: Optional[int] = typer.Option(None, min=1, help="Most trials and proofs."),  # noqa: UP045
+    out: Optional[Path] = typer.Option(  # noqa: UP045
+        None, help="Folder of the search; tune/<name> unless given. One that was stopped goes on where it was."
+    ),
+    allow: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="approximate: also try what changes the mathematics by more than rounding."
+    ),
+    distributed: bool = typer.Option(False, "--distributed", help="Trials with several processes on this machine."),
+    nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Processes on this machine: a number, or auto for one per GPU."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
+) -> None:
+    """Make a config faster by trials of the real run, and prove that it learns the same.
+
+    Writes best.yaml, tune.json and report.html into the folder. Exit code 1: the config itself does not run.
+
+    Example: frameworm tune --config configs/quickstart.yaml --budget 3m
+    """
+    if allow not in (None, "approximate"):
+        raise ConfigError(f"--allow {allow}: there is only --allow approximate")
+    time_s = parse_duration(budget)
+    from frameworm.tune.zygote import warm_up
+
+    warm_up(["frameworm.tune.live_rank", "frameworm.cli.main"])  # imports torch while this process does
+    loaded = load_config(config, settings)
+    world_size = _processes_here(loaded, distributed, nproc_per_node)
+    from frameworm.report.tune_progress import TuneProgress
+    from frameworm.tune.outcomes import Budget
+    from frameworm.tune.result import Progress
+    from frameworm.tune.tuner import BEST_NAME
+    from frameworm.tune.tuner import tune as search
+
+    folder = out or Path("tune") / loaded.name
+    with TuneProgress(time_s, trials) as shown:
+
+        def tell(progress: Progress) -> None:
+            shown.tell(progress.doing, progress.result.to_json())
+
+        result = search(
+            loaded,
+            folder,
+            budget=Budget(time_s, trials),
+            world_size=world_size,
+            allow_approximate=allow is not None,
+            original=None if settings else config.read_text(encoding="utf-8"),
+            tell=tell,
+        )
+    if as_json:
+        print((folder / "tune.json").read_text(encoding="utf-8"), end="")
+    else:
+        _show_tuned(result.to_json(), str(folder / BEST_NAME))
+    if result.baseline.failure is not None:
+        print(f"frameworm: {result.stopped}; what it said is in {result.baseline.details.get('log')}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from a time such as 90s, 10m or 1.5h.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--budget {text} is not a time; give one such as 90s, 10m or 1h")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _processes_here(config: Config, distributed: bool, nproc_per_node: str | None) -> int:
+    from frameworm.engine.run import look_at_machine
+    from frameworm.launch.plan import plan_launch
+
+    devices = look_at_machine(config).device_count if distributed else 0
+    plan = plan_launch(distributed, number_or_auto(nproc_per_node), device_count=devices)
+    if plan.action == "join" or plan.max_nodes > 1:
+        raise EnvironmentSetupError(
+            "trials are started by this command itself, on one machine: run it once, without torchrun or srun, with "
+            "--distributed --nproc-per-node N"
+        )
+    return plan.nproc_per_node
+
+
+def _show_tuned(result: dict[str, Any], best: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("frameworm.report.tune_text") is None:
+        print(f"best config: {best}")
+        return
+    from frameworm.report.tune_text import attempts_table, waterfall
+
+    tried = [item for item in result["attempts"] if item["status"] not in ("accepted", "skipped")]
+    if tried:
+        print(attempts_table({**result, "attempts": tried}))
+    print(waterfall(result, best), end="")

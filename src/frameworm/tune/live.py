@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -219,5 +218,3 @@ class Live:
         with suppress(OSError):
             return (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
         return ""
-
-

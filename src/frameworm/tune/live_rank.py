@@ -153,7 +153,7 @@ def _summary(record: RunRecord) -> dict[str, Any]:
     return {
         "verdict": record.verdict,
         "findings": plain["findings"],
-        "phases": {name: phase.share for name, phase in record.phases.items()},
+        "phases": plain["phases"],
         "peak_bytes": record.memory.peak_bytes,
         "padding_waste": record.padding_waste,
         "captured_steps": record.captured_steps,
@@ -203,7 +203,9 @@ def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any
     train_workload(config, workload, gate=gate, callbacks=[losses])
     after = dict(_trainable(workload.model))
     whole = all(name in after and after[name].shape == value.shape for name, value in before.items())
-    updates = {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
+    updates = (
+        {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
+    )
     return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
 
 

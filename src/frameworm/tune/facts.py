@@ -1,0 +1,76 @@
+"""What knobs need to know about this machine and a config's workload, looked up once before a search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.data.packed import packable, packing_of
+from frameworm.data.resident import resident_bytes
+from frameworm.engine.activations import find_layers
+from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
+from frameworm.errors import ConfigError
+from frameworm.hardware.devices import choose_device
+from frameworm.hardware.host import memory_total_bytes, usable_cpus
+from frameworm.models.workloads import Workload, build_workload
+from frameworm.tune.batch_data import sample_count
+from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
+
+
+def look_around(config: Config, world_size: int = 1) -> Context:
+    """The context of a search from a config on this machine; its workload is built once for that.
+
+    Raises:
+        ConfigError: The config does not fit together, or not to this number of processes.
+        DeviceError: It asks for a GPU and there is none.
+        DataError: Its data is not there.
+    """
+    resolved = resolve_here(config, world_size)
+    workload = build_workload(resolved, TokenisingNotice())
+    return Context(config, machine_facts(config), workload_facts(resolved, workload), world_size)
+
+
+def machine_facts(config: Config) -> MachineFacts:
+    """What the machine has for this config."""
+    found = look_at_machine(config)
+    cpus, threads = usable_cpus(), torch.get_num_threads()
+    if found.device == "cpu":
+        return MachineFacts("cpu", found.bf16, None, 0, cpus, threads, memory_total_bytes())
+    device = choose_device("cuda", 0, config.gpu.device_ids)
+    major, minor = torch.cuda.get_device_capability(device)
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    return MachineFacts("cuda", found.bf16, major + minor / 10, found.device_count, cpus, threads, memory_bytes)
+
+
+def workload_facts(config: Config, workload: Workload) -> WorkloadFacts:
+    """What the workload of a resolved config can do."""
+    model, data = workload.model, workload.train_data
+    packs = packable(data)
+    return WorkloadFacts(
+        accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
+        has_token_lengths=hasattr(data, "token_lengths") and hasattr(data, "padded_length"),
+        assembles_batches=bool(getattr(data, "assembles_batches", False)),
+        resident_bytes=resident_bytes(packing_of(data)) if packs else None,
+        samples_per_epoch=_samples_per_epoch(config, data),
+        has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+        can_checkpoint=_can_checkpoint(config, model),
+        parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+    )
+
+
+def _samples_per_epoch(config: Config, data: Any) -> int | None:
+    count = sample_count(data)
+    batch = config.training.global_batch
+    if count is None or batch is None or not config.data.drop_last:
+        return count
+    return count // batch * batch
+
+
+def _can_checkpoint(config: Config, model: nn.Module) -> bool:
+    try:
+        return bool(find_layers(model, config.memory.checkpoint_modules))
+    except ConfigError:
+        return False

@@ -1,0 +1,85 @@
+"""`frameworm tune` as a function: a search with real trials, and the folder it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from frameworm.config.load import dump_config
+from frameworm.config.schema import Config
+from frameworm.records.atomic import write_atomic
+from frameworm.tune.facts import look_around
+from frameworm.tune.journal import SUMMARY_NAME, Journal
+from frameworm.tune.knobs import Knob, all_knobs
+from frameworm.tune.outcomes import Budget
+from frameworm.tune.result import Tell, TuneResult
+from frameworm.tune.runner import Effort, TrialRunner
+from frameworm.tune.search import Search, search_name
+
+BEST_NAME = "best.yaml"
+REPORT_NAME = "report.html"
+
+
+def tune(
+    config: Config,
+    out: str | Path,
+    *,
+    budget: Budget | None = None,
+    world_size: int = 1,
+    allow_approximate: bool = False,
+    knobs: Sequence[Knob] | None = None,
+    effort: Effort | None = None,
+    limit_bytes: int | None = None,
+    original: str | None = None,
+    tell: Tell | None = None,
+) -> TuneResult:
+    """Look for the fastest config that learns the same; a folder that holds a part of this search goes on from there.
+
+    Args:
+        config: Where to start from.
+        out: Folder for the journal, what trials said, `best.yaml`, `tune.json` and `report.html`.
+        budget: What it may take; ten minutes unless given.
+        world_size: Processes of every trial, all on this machine.
+        allow_approximate: Also try what changes the mathematics by more than rounding.
+        knobs: What may be changed; all that are known unless given.
+        effort: How much is measured.
+        limit_bytes: Memory each process of a trial may take beside Python and torch.
+        original: The config file as it was written, whose comments `best.yaml` keeps where it can.
+        tell: Is told how it goes.
+
+    Raises:
+        RunFolderError: The folder holds another search.
+    """
+    folder = Path(out)
+    context = look_around(config, world_size)
+    journal = Journal(folder, search_name(context))
+    runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes)
+    result = Search(
+        all_knobs() if knobs is None else knobs,
+        context,
+        runner.run_trial,
+        runner.prove,
+        budget or Budget(time_s=600.0),
+        journal,
+        allow_approximate=allow_approximate,
+        tell=tell,
+    ).run()
+    write_atomic(folder / BEST_NAME, best_yaml(result, original))
+    if find_spec("frameworm.report.tune_page") is not None:
+        from frameworm.report.tune_page import render_tune
+
+        values = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+        write_atomic(folder / REPORT_NAME, render_tune(values, str(folder / BEST_NAME)))
+    return result
+
+
+def best_yaml(result: TuneResult, original: str | None) -> str:
+    """The best config, with a comment on what was changed."""
+    if find_spec("frameworm.tune.best_config") is not None:
+        from frameworm.tune.best_config import render_best
+
+        return render_best(result, original)
+    lines = [f"# {key}: {before} -> {after}\n" for key, (before, after) in result.changes.items()]
+    return "".join(lines) + dump_config(result.best)
