@@ -17,8 +17,10 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## create .venv with everything needed
 
-demo: $(STAMP)  ## train the built-in model on the built-in data and show what came of it
+demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be made faster for a minute
 	@$(BIN)/frameworm train --config configs/quickstart.yaml
+	@echo
+	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 60s --out "$$(mktemp -d)/tune"
 
 test: $(STAMP)  ## the whole test suite, in parallel; what measures delays comes last, alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not timing" tests

@@ -143,26 +143,26 @@ class Live:
         """One message of that kind from every rank."""
         told: dict[int, Any] = {}
         failed: dict[int, dict[str, Any]] = {}
+        lost: set[int] = set()  # ranks that ended without a word
         deadline = self._deadline
         while len(told) < len(self._links):
             left_s = deadline - time.monotonic()
-            open_links = [link for rank, link in enumerate(self._links) if rank not in told and rank not in failed]
-            ends = [process.sentinel for process in self._processes if process.exitcode is None]
-            ready = wait([*open_links, *ends], timeout=max(0.0, left_s))
-            for rank, link in enumerate(self._links):
-                if link in ready:
-                    self._receive(rank, link, kind, told, failed)
-            silent = [
-                rank
-                for rank, process in enumerate(self._processes)
-                if process.exitcode is not None and rank not in told and not self._links[rank].poll()
-            ]
-            if silent and self._bad_fork():
-                told, failed = {}, {}
+            silent = [rank for rank in range(len(self._links)) if not (rank in told or rank in failed or rank in lost)]
+            links = {self._links[rank]: rank for rank in silent}
+            ends = {process.sentinel: rank for rank, process in enumerate(self._processes) if rank in silent}
+            ready = wait([*links, *ends], timeout=max(0.0, left_s))
+            for rank in silent:
+                # What a process said before its end is still to be heard.
+                if self._links[rank].poll():
+                    self._receive(rank, self._links[rank], kind, told, failed, lost)
+                elif self._processes[rank].sentinel in ready:
+                    lost.add(rank)
+            if lost and self._bad_fork():
+                told, failed, lost = {}, {}, set()
                 continue
-            if failed or silent:
+            if failed or lost:
                 # What the others have to say too: they may hang in a collective, and often do.
-                if len(failed) + len(silent) >= len(self._links) - len(told) or deadline < time.monotonic():
+                if len(failed) + len(lost) + len(told) == len(self._links) or deadline < time.monotonic():
                     raise LiveError(self._why(failed, in_time=True))
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             elif left_s <= 0:
@@ -170,16 +170,19 @@ class Live:
         return [told[rank] for rank in sorted(told)]
 
     def _receive(
-        self, rank: int, link: Connection, kind: str, told: dict[int, Any], failed: dict[int, dict[str, Any]]
+        self,
+        rank: int,
+        link: Connection,
+        kind: str,
+        told: dict[int, Any],
+        failed: dict[int, dict[str, Any]],
+        lost: set[int],
     ) -> None:
         try:
             word, facts = link.recv()
         except (EOFError, OSError):
-            process = self._processes[rank]
-            process.join(_GRACE_S)
-            if process.exitcode is None:
-                process.kill()
-                process.join(_GRACE_S)
+            self._processes[rank].join(_GRACE_S)
+            lost.add(rank)
             return
         if word == kind:
             told[rank] = facts

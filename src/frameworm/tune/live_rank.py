@@ -29,7 +29,7 @@ from frameworm.tune.batch_trial import TrialJob, describe_failure, few_threads, 
 from frameworm.tune.sample_hash import add_hashes, batch_hash
 from frameworm.tune.zygote import BAD_FORK
 
-FIRST_STEPS = 3  # before it stands for the first time; the first compiles, later ones meet other shapes
+FIRST_STEPS = 1  # before it stands for the first time
 _ENDLESS_EPOCHS = 1_000_000
 _REFUSALS = (ConfigError, DeviceError, MissingPackageError)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialReq
 from frameworm.tune.sample_hash import add_hashes
 
 _NOT_CAPTURED = "the step was not captured"
+# The second step may be slower than later ones, but not by this much where nothing is compiled.
+_SLOW_START = 3.0
+# No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
+_MOST_OF_BUDGET = 0.4
+_LEAST_S = 30.0
+# Nor more than so many times what one took before, where it has nothing to compile.
+_MOST_TIMES = 5.0
+_LEAST_TIMES_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +74,36 @@ class TrialRunner:
         self._world_size = world_size
         self._effort = effort or Effort()
         self._limit_bytes = limit_bytes
+        self._usual_s: float | None = None
 
     def run_trial(self, request: TrialRequest) -> TrialResult:
         """Measure one config alone."""
         folder = self._folder / "trials" / request.id
         details: dict[str, Any] = {"log": str(folder)}
+        began = time.monotonic()
         deadline = self._deadline(request.timeout_s, 1)
+        if self._usual_s is not None and not _prepares(request.config):
+            deadline = min(deadline, began + max(_LEAST_TIMES_S, _MOST_TIMES * self._usual_s))
         windows: list[float] = []
         stopped_early = False
         try:
             with self._live(request.config, folder, deadline) as live:
                 live.stand()
-                step_s, setup_s = self._warm(live, request.config)
-                for _ in range(self._effort.windows):
+                first = self._first_figure(live, request.config)
+                if first is not None and not request.keep_going([first / _SLOW_START]):
+                    return TrialResult((first,), stopped_early=True, details=details)
+                step_s, setup_s = self._warm(live)
+                for count in range(1, self._effort.windows + 1):
                     windows.append(self._window(live, step_s, request.config))
-                    if not request.keep_going(windows):
+                    # One window alone may have met somebody else's work.
+                    if count > 1 and not request.keep_going(windows):
                         stopped_early = True
                         break
                 told = live.finish()[0]
         except LiveError as error:
-            return TrialResult(failure=_in_words(error.failure, request.timeout_s), details=details)
+            return TrialResult(failure=error.failure, details=details)
+        if self._usual_s is None:
+            self._usual_s = time.monotonic() - began
         details.update(step_s=step_s, **{key: told[key] for key in told if key not in ("verdict", "findings")})
         refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
         if request.config.gpu.capture == "step" and refused:
@@ -106,8 +124,10 @@ class TrialRunner:
             if proof.checks[0].passed:
                 evidence = self._learn(request, folder, deadline, step_s)
                 proof = self._judge(request, windows, evidence)
+            else:  # what was learned was not asked for
+                proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
         except LiveError as error:
-            return ProofResult(failure=_in_words(error.failure, request.timeout_s), details=details)
+            return ProofResult(failure=error.failure, details=details)
         return ProofResult(proof, details=details)
 
     def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
@@ -122,8 +142,8 @@ class TrialRunner:
         ):
             before.stand()
             after.stand()
-            before_s, _ = self._warm(before, request.baseline)
-            after_s, _ = self._warm(after, request.candidate)
+            before_s, _ = self._warm(before)
+            after_s, _ = self._warm(after)
             sides: list[tuple[Side, Live, float, Config]] = [
                 ("before", before, before_s, request.baseline),
                 ("after", after, after_s, request.candidate),
@@ -167,9 +187,20 @@ class TrialRunner:
 
     def _deadline(self, timeout_s: float | None, parts: int) -> float:
         limit_s = parts * self._effort.limit_s
-        return time.monotonic() + (limit_s if timeout_s is None else min(limit_s, max(timeout_s, 1.0)))
+        if timeout_s is not None:
+            share_s = max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s)
+            limit_s = min(limit_s, share_s, max(timeout_s, 1.0))
+        return time.monotonic() + limit_s
 
-    def _warm(self, live: Live, config: Config) -> tuple[float, float]:
+    def _first_figure(self, live: Live, config: Config) -> float | None:
+        """Seconds per sample of the second step; None where it may compile or capture."""
+        stand = live.go(0, 1)
+        if _prepares(config):
+            return None
+        assert stand.seconds is not None
+        return stand.seconds / max(1, stand.samples)
+
+    def _warm(self, live: Live) -> tuple[float, float]:
         """Go on until it gets no faster any more; seconds per step, and what its start took beyond its steps."""
         step_s, _ = _per_step(live.go(0, 2), 2)
         for _ in range(self._effort.warm_windows):
@@ -200,10 +231,9 @@ def _per_step(stand: Stand, steps: int) -> tuple[float, Stand]:
     return stand.seconds / steps, stand
 
 
-def _in_words(failure: Failure, timeout_s: float | None) -> Failure:
-    if failure.kind == "hang" and timeout_s is not None:
-        return Failure("hang", f"{failure.reason}, all that the budget had left for it")
-    return failure
+def _prepares(config: Config) -> bool:
+    """Whether its first steps do more than train."""
+    return config.gpu.compile_model or config.gpu.capture != "off"
 
 
 def _merged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Learning]:

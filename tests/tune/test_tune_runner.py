@@ -1,0 +1,222 @@
+"""Live trials and proofs of real runs, and what becomes of those that crash, hang, eat memory or cheat."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from live_workloads import trick_knob, tricky_config
+
+from frameworm.config.load import load_config, load_config_from_mapping
+from frameworm.config.schema import Config
+from frameworm.guard.drift import ROUNDING_UNITS
+from frameworm.tune.context import apply_changes
+from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest
+from frameworm.tune.runner import Effort, TrialRunner
+from frameworm.tune.sample_hash import batch_hash
+from frameworm.tune.tuner import tune
+
+# Enough to see a factor of two; tests share their machine.
+QUICK = Effort(window_s=0.1, windows=3, pairs=6, warm_windows=2, learn_steps=(16, 16), references=1, limit_s=60.0)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> TrialRunner:
+    return TrialRunner(tmp_path, effort=QUICK, limit_bytes=2**33)
+
+
+def proof_of(runner: TrialRunner, trick: str) -> ProofResult:
+    before, after = tricky_config(), tricky_config(trick)
+    unit = ROUNDING_UNITS["fp32"]
+    return runner.prove(ProofRequest(trick, before, after, before, after, "nothing", unit, False, trick))
+
+
+def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def keep_going(windows: object) -> bool:
+        asked.append(1)
+        return True
+
+    result = runner.run_trial(TrialRequest("real", tricky_config(pause_s=1e-3), "real", keep_going=keep_going))
+    assert result.failure is None
+    assert len(result.seconds_per_sample) == QUICK.windows
+    assert min(result.seconds_per_sample) >= 1e-3  # a sample sleeps as long
+    assert result.setup_s is not None
+    assert result.verdict is not None
+    # What the run waited for its turn belongs to no step: its steps are as long as its windows.
+    steps_s = sum(phase["mean_s"] for phase in result.details["phases"].values())
+    assert steps_s < 2.5 * result.details["step_s"]
+    assert asked
+    assert (tmp_path / "trials" / "real" / "rank-0.log").exists()
+    assert not _trials_left()
+
+
+@pytest.mark.parametrize(
+    ("trick", "kind"), [("crash", "crash"), ("die", "crash"), ("hog", "oom"), ("hang", "hang")], ids=str
+)
+def test_what_goes_wrong_is_classified(runner: TrialRunner, trick: str, kind: str) -> None:
+    began = time.monotonic()
+    result = runner.run_trial(TrialRequest(trick, tricky_config(trick), trick, timeout_s=8.0 if trick == "hang" else 40.0))
+    assert result.failure is not None
+    assert result.failure.kind == kind
+    assert time.monotonic() - began < (40 if trick == "hang" else 7), "an end is noticed when it comes"
+    assert not _trials_left()
+
+
+def test_the_search_lives_on_and_lists_what_failed(tmp_path: Path) -> None:
+    knob = trick_knob("crash", "hog", "good")
+    result = tune(tricky_config(), tmp_path, budget=Budget(120.0), knobs=[knob], effort=QUICK, limit_bytes=2**33)
+    failed = {item.label: item.failure for item in result.attempts if item.status == "failed"}
+    assert failed == {"model.trick=crash": "crash", "model.trick=hog": "oom"}
+    assert [item.candidate.label for item in result.accepted] == ["model.trick=good"]
+    assert result.speedup is not None
+    assert result.speedup.low > 1.2
+    best = load_config(tmp_path / "best.yaml", [])
+    assert best.model.model_dump()["trick"] == "good"
+    assert best.training.global_batch == 16
+    assert json.loads((tmp_path / "tune.json").read_text())["stopped"]
+
+
+@pytest.mark.parametrize(("trick", "check"), [("half", "loss"), ("freeze", "parameters")])
+def test_speed_by_skipping_work_is_rejected(runner: TrialRunner, trick: str, check: str) -> None:
+    result = proof_of(runner, trick)
+    assert result.failure is None
+    assert result.proof is not None
+    assert result.proof.checks[0].passed, "it is faster"
+    assert result.proof.verdict == "rejected"
+    assert check in [item.name for item in result.proof.checks if item.passed is False]
+
+
+def test_an_honest_gain_is_accepted(runner: TrialRunner) -> None:
+    proof = proof_of(runner, "good").proof
+    assert proof is not None
+    assert (proof.verdict, [item.name for item in proof.checks if not item.passed]) == ("accepted", ["real tokens"])
+    assert proof.losses_before == proof.losses_after
+
+
+_SEARCH = """
+import sys
+sys.path[:0] = {paths!r}
+from live_workloads import trick_knob, tricky_config
+from test_tune_runner import QUICK
+from frameworm.tune.outcomes import Budget
+from frameworm.tune.tuner import tune
+if __name__ == "__main__":
+    tune(tricky_config(), {folder!r}, budget=Budget(300.0), knobs=[trick_knob("good", "hang")], effort=QUICK)
+"""
+
+
+def test_a_killed_search_repeats_no_finished_trial(tmp_path: Path) -> None:
+    folder = tmp_path / "search"
+    script = tmp_path / "search.py"
+    script.write_text(_SEARCH.format(paths=[str(Path(__file__).parent), *sys.path], folder=str(folder)))
+    search = subprocess.Popen([sys.executable, str(script)])
+    try:
+        _until(lambda: len(_ends(folder)) >= 2)
+        family = psutil.Process(search.pid).children(recursive=True)
+    finally:
+        os.kill(search.pid, signal.SIGKILL)
+        search.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, "its trials ended with it"
+    finished = _ends(folder)
+    # With the value that hangs taken away the search ends at once.
+    tune(tricky_config(), folder, budget=Budget(300.0), knobs=[trick_knob("good")], effort=QUICK)
+    again = _ends(folder)
+    assert again[: len(finished)] == finished
+    assert len(set(again)) == len(again)
+
+
+def test_packed_batches_hold_the_same_samples(tmp_path: Path) -> None:
+    config = _quickstart()
+    runner = TrialRunner(tmp_path, effort=QUICK)
+    packed = apply_changes(config, {"data.batching": "packed"})
+    same = {"data.batching": "padded", "data.balance": True}
+    evidence = runner._learn(
+        ProofRequest(
+            "packed",
+            config,
+            packed,
+            apply_changes(config, same),
+            apply_changes(packed, {"data.balance": True}),
+            "rounding",
+            ROUNDING_UNITS["fp32"],
+            False,
+            "packed",
+        ),
+        tmp_path,
+        time.monotonic() + 120,
+        0.1,
+    )
+    before, after = evidence.baseline, evidence.candidate
+    assert [step.samples for step in before.steps] == [step.samples for step in after.steps]
+    assert None not in [step.samples for step in before.steps]
+    assert [step.real_tokens for step in before.steps] == [step.real_tokens for step in after.steps]
+    assert len({step.samples for step in before.steps}) == len(before.steps)
+    assert max(abs(one - other) for one, other in zip(before.losses, after.losses)) < 1e-3
+
+
+def test_the_hash_of_samples_knows_neither_order_nor_padding() -> None:
+    ids, lengths, labels = torch.tensor([[5, 6, 0], [7, 0, 0]]), torch.tensor([2, 1]), torch.tensor([1, 0])
+    padded = {"input_ids": ids, "lengths": lengths, "labels": labels}
+    turned = {name: tensor.flip(0) for name, tensor in padded.items()}
+    wider = {**padded, "input_ids": torch.nn.functional.pad(ids, (0, 4))}
+    packed = {
+        "labels": torch.tensor([0, 1, -100]),
+        "input_ids": torch.tensor([7, 5, 6, 0]),
+        "positions": torch.tensor([0, 0, 1, 0]),
+        "offsets": torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32),
+    }
+    expected = batch_hash(padded)
+    assert expected is not None
+    assert [batch_hash(item) for item in (turned, wider, packed)] == [expected] * 3
+    assert batch_hash({**padded, "labels": torch.tensor([1, 1])}) != expected
+    assert batch_hash({name: tensor[:1] for name, tensor in padded.items()}) != expected
+    assert batch_hash((torch.ones(3, 2), torch.ones(2))) is None
+
+
+def _quickstart() -> Config:
+    return load_config_from_mapping(
+        {
+            "name": "small",
+            "workload": "text_classifier",
+            "model": {"d_model": 16, "n_heads": 2, "num_layers": 1, "dim_feedforward": 16, "max_seq_len": 32},
+            "data": {"dataset": "generated", "vocab_size": 256, "num_workers": 0, "limit": 512},
+            "training": {"epochs": 2, "global_batch": 16, "cpu_threads": 1},
+            "gpu": {"device": "cpu"},
+        },
+        environ={},
+    )
+
+
+def _ends(folder: Path) -> list[tuple[str, str]]:
+    journal = folder / "journal.jsonl"
+    if not journal.exists():
+        return []
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines() if line.endswith(b"}")]
+    return [(line["kind"], line["id"]) for line in lines if line["event"] == "end"]
+
+
+def _until(holds: object, limit_s: float = 90.0) -> None:
+    assert callable(holds)
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.1)
+
+
+def _trials_left() -> list[int]:
+    """Processes of trials: each leads a session of its own."""
+    own = psutil.Process().children(recursive=True)
+    return [item.pid for item in own if item.is_running() and os.getsid(item.pid) == item.pid]
