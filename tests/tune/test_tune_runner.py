@@ -67,7 +67,9 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
 )
 def test_what_goes_wrong_is_classified(runner: TrialRunner, trick: str, kind: str) -> None:
     began = time.monotonic()
-    result = runner.run_trial(TrialRequest(trick, tricky_config(trick), trick, timeout_s=8.0 if trick == "hang" else 40.0))
+    result = runner.run_trial(
+        TrialRequest(trick, tricky_config(trick), trick, timeout_s=8.0 if trick == "hang" else 40.0)
+    )
     assert result.failure is not None
     assert result.failure.kind == kind
     assert time.monotonic() - began < (40 if trick == "hang" else 7), "an end is noticed when it comes"
@@ -191,7 +193,14 @@ def _quickstart() -> Config:
         {
             "name": "small",
             "workload": "text_classifier",
-            "model": {"d_model": 16, "n_heads": 2, "num_layers": 1, "dim_feedforward": 16, "max_seq_len": 32},
+            "model": {
+                "d_model": 16,
+                "n_heads": 2,
+                "num_layers": 1,
+                "dim_feedforward": 16,
+                "max_seq_len": 32,
+                "dropout": 0.0,
+            },
             "data": {"dataset": "generated", "vocab_size": 256, "num_workers": 0, "limit": 512},
             "training": {"epochs": 2, "global_batch": 16, "cpu_threads": 1},
             "gpu": {"device": "cpu"},
