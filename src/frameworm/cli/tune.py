@@ -150,7 +150,7 @@ def tune(
             budget=Budget(time_s, trials),
             world_size=world_size,
             allow_approximate=allow is not None,
-            original=None if settings else config.read_text(encoding="utf-8"),
+            original=config.read_text(encoding="utf-8"),
             tell=tell,
         )
     if as_json:

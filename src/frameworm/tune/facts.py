@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,13 +12,20 @@ from frameworm.config.schema import Config
 from frameworm.data.packed import packable, packing_of
 from frameworm.data.resident import resident_bytes
 from frameworm.engine.activations import find_layers
+from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.tune.batch_data import sample_count
-from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
+from frameworm.tune.context import Context, MachineFacts, Planner, WorkloadFacts
+from frameworm.tune.outcomes import digest_of
+
+log = logging.getLogger("frameworm")
+
+# A plan is mostly right within a few percent; what is beyond the memory by less is tried.
+_SURELY_TOO_LARGE = 1.15
 
 
 def look_around(config: Config, world_size: int = 1) -> Context:
@@ -30,7 +38,9 @@ def look_around(config: Config, world_size: int = 1) -> Context:
     """
     resolved = resolve_here(config, world_size)
     workload = build_workload(resolved, TokenisingNotice())
-    return Context(config, machine_facts(config), workload_facts(resolved, workload), world_size)
+    machine = machine_facts(config)
+    planner = make_planner(config, machine, world_size)
+    return Context(config, machine, workload_facts(resolved, workload), world_size, planner)
 
 
 def machine_facts(config: Config) -> MachineFacts:
@@ -74,3 +84,47 @@ def _can_checkpoint(config: Config, model: nn.Module) -> bool:
         return bool(find_layers(model, config.memory.checkpoint_modules))
     except ConfigError:
         return False
+
+
+def make_planner(start: Config, machine: MachineFacts, world_size: int) -> Planner | None:
+    """Says which larger steps cannot fit in a GPU, from dry runs; None without a GPU.
+
+    A dry run takes a second or two, so only what takes more memory than the config to start from is planned.
+    """
+    room_bytes = machine.memory_bytes
+    if machine.device != "cuda" or room_bytes is None:
+        return None
+    first = resolve_here(start, world_size)
+    known: dict[str, str | None] = {}
+
+    def plan(config: Config) -> str | None:
+        resolved = resolve_here(config, world_size)
+        if _micro_batch(resolved) <= _micro_batch(first) and _keeps(resolved) <= _keeps(first):
+            return None
+        name = digest_of(config)
+        if name not in known:
+            known[name] = _too_large(config, world_size, room_bytes)
+        return known[name]
+
+    return plan
+
+
+def _micro_batch(config: Config) -> int:
+    assert isinstance(config.training.micro_batch, int)
+    return config.training.micro_batch
+
+
+def _keeps(config: Config) -> int:
+    """How much of the activations is kept, as a rank."""
+    return ("full", "selective", "off").index(config.memory.activation_checkpointing)
+
+
+def _too_large(config: Config, world_size: int, room_bytes: int) -> str | None:
+    try:
+        need_bytes = MemoryPlanner(config, world_size, validation=False).plan().total
+    except Exception as error:  # a workload that cannot be run dry is tried for real
+        log.debug("no plan of the memory: %s", error)
+        return None
+    if need_bytes <= _SURELY_TOO_LARGE * room_bytes:
+        return None
+    return f"would take about {need_bytes / 2**30:.0f} GiB of {room_bytes / 2**30:.0f} GiB"
