@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ log = logging.getLogger("frameworm")
 
 # A plan is mostly right within a few percent; what is beyond the memory by less is tried.
 _SURELY_TOO_LARGE = 1.15
+_BF16_FLAGS = {"bf16", "avx512_bf16", "amx_bf16"}
 
 
 def look_around(config: Config, world_size: int = 1) -> Context:
@@ -48,11 +50,20 @@ def machine_facts(config: Config) -> MachineFacts:
     found = look_at_machine(config)
     cpus, threads = usable_cpus(), torch.get_num_threads()
     if found.device == "cpu":
-        return MachineFacts("cpu", found.bf16, None, 0, cpus, threads, memory_total_bytes())
+        return MachineFacts("cpu", _processor_has_bf16(), None, 0, cpus, threads, memory_total_bytes())
     device = choose_device("cuda", 0, config.gpu.device_ids)
     major, minor = torch.cuda.get_device_capability(device)
     memory_bytes = torch.cuda.get_device_properties(device).total_memory
     return MachineFacts("cuda", found.bf16, major + minor / 10, found.device_count, cpus, threads, memory_bytes)
+
+
+def _processor_has_bf16() -> bool:
+    """Whether it multiplies in bf16 itself; torch can do without, many times slower than in fp32."""
+    try:
+        words = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return False
+    return not _BF16_FLAGS.isdisjoint(words)
 
 
 def workload_facts(config: Config, workload: Workload) -> WorkloadFacts:

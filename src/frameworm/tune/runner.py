@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from frameworm.config.schema import Config
+from frameworm.engine.run import look_at_machine
 from frameworm.guard.gain import Side, Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.tune.live import Live, LiveError, Stand
@@ -161,16 +163,26 @@ class TrialRunner:
         return windows, max(before_s, after_s)
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
-        """Both sides from the same weights, with the same samples; nothing is timed, so they go on together."""
+        """Both sides from the same weights, with the same samples."""
         fewest, most = self._effort.learn_steps
         steps = max(fewest, min(most, round(self._effort.learn_s / step_s)))
         units = (0.0, *[request.unit] * self._effort.references) if request.mathematics != "more" else (0.0,)
-        with (
-            self._live(request.learning_baseline, folder / "learning-before", deadline, steps, units) as before,
-            self._live(request.learning_candidate, folder / "learning-after", deadline, steps, (0.0,)) as after,
-        ):
-            candidate = _merged(after.finish())[0]
-            baseline, *references = _merged(before.finish())
+        asked = [
+            (request.learning_candidate, folder / "learning-after", (0.0,)),
+            (request.learning_baseline, folder / "learning-before", units),
+        ]
+        told: list[list[Learning]] = []
+        with ExitStack() as stack:
+            # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in each
+            # other's way.
+            together = look_at_machine(request.baseline).device == "cuda"
+            lives: list[Live] = []
+            for config, place, moved in asked:
+                lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved)))
+                if not together:
+                    told.append(_merged(lives.pop().finish()))
+            told += [_merged(live.finish()) for live in lives]
+        (candidate,), (baseline, *references) = told
         return Evidence(baseline, candidate, references, request.unit)
 
     def _live(

@@ -17,6 +17,8 @@ BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of what the s
 _IMPORTED = "frameworm.tune.batch_trial"
 # Some libraries ask for a GPU when they are imported. Asked of CUDA, no child could use it; asked of NVML, all can.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# A trial that had to be killed leaves semaphores behind; who cleans up after it need not say so on the terminal.
+_CLEAN_UP_QUIETLY = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
 
 _forks = True
 
@@ -39,6 +41,6 @@ def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_IMPORTED, *also])  # of a server that is there already nothing changes
-    with added_to_environment(_ASK_NVML):
+    with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY}):
         forkserver.ensure_running()
     return context
