@@ -16,6 +16,7 @@ from frameworm.report.tables import plain, seconds
 
 _COLOURS = {"accepted": "green", "rejected": "dim", "failed": "red", "inconclusive": "yellow"}
 _LONGEST_REASON = 90
+_LONGEST_LABEL = 60
 _MOST_ROWS = 15
 
 
@@ -67,9 +68,10 @@ class TuneProgress:
             state = (attempt["status"], attempt["reason"])
             if self._told.get(number) != state:
                 self._told[number] = state
-                self._line(f"{attempt['label']}: {attempt['status']}, {_short(attempt['reason'])}")
+                label = _short(attempt["label"], _LONGEST_LABEL)
+                self._line(f"{label}: {attempt['status']}, {_short(attempt['reason'])}")
         if doing.startswith(("trying", "proving")):
-            self._line(f"{doing} ...")
+            self._line(_short(doing, _LONGEST_LABEL + 8).removesuffix("...") + " ...")
 
     def _line(self, text: str) -> None:
         print(f"[{self._spent()}] {plain(text)}", file=self._stream, flush=True)
@@ -89,7 +91,7 @@ class TuneProgress:
         left = ""
         if self._budget_s is not None:
             left = f", {seconds(max(0.0, self._budget_s - (result.get('spent_s') or 0.0) - now_s))} of the budget left"
-        head = Text(f"{plain(self._doing)} ({now_s:.0f} s{left})", style="bold")
+        head = Text(f"{plain(_short(self._doing, _LONGEST_LABEL + 8))} ({now_s:.0f} s{left})", style="bold")
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("change", "came of it", "gain or reason"):
             table.add_column(name, overflow="ellipsis", no_wrap=True)
@@ -97,7 +99,8 @@ class TuneProgress:
         for item in shown[-_MOST_ROWS:]:
             status = "to be proved" if _is_open(item) else item["status"]
             told = "" if item["reason"] is None else _short(item["reason"])
-            table.add_row(plain(item["label"]), Text(status, style=_COLOURS.get(item["status"], "")), plain(told))
+            label = plain(_short(item["label"], _LONGEST_LABEL))
+            table.add_row(label, Text(status, style=_COLOURS.get(item["status"], "")), plain(told))
         return Group(head, Text(self._best()), table)
 
     def _best(self) -> str:
@@ -121,6 +124,6 @@ def _is_open(attempt: Mapping[str, Any]) -> bool:
     return attempt["status"] == "inconclusive" and attempt.get("proof") is None
 
 
-def _short(reason: str) -> str:
-    line = reason.splitlines()[0] if reason else ""
-    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3].rstrip() + "..."
+def _short(text: str, longest: int = _LONGEST_REASON) -> str:
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= longest else line[: longest - 3].rstrip(" ,") + "..."

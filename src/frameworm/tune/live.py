@@ -52,6 +52,7 @@ class Live:
         limit_bytes: Memory a rank may take beside what it has mapped at its start.
         learn_steps: See `LiveJob`.
         units: See `LiveJob`.
+        compiled: See `LiveJob`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Live:
         limit_bytes: int | None = None,
         learn_steps: int | None = None,
         units: tuple[float, ...] = (),
+        compiled: Path | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -71,7 +73,7 @@ class Live:
         self._given_s = deadline - time.monotonic()
         # The size is only asked whether there is one: a rank with one takes part in the group.
         rank_job = TrialJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
-        self._job = LiveJob(rank_job, learn_steps, units)
+        self._job = LiveJob(rank_job, learn_steps, units, None if compiled is None else str(compiled.resolve()))
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._forks = True

@@ -49,11 +49,13 @@ class LiveJob:
         rank_job: Config, folder, ranks, port and limit of memory.
         learn_steps: Only learn for so many steps and tell how; None: stand and go as told.
         units: One learning for each: 0 from the config's own weights, else from weights moved by that much.
+        compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
     """
 
     rank_job: TrialJob
     learn_steps: int | None = None
     units: tuple[float, ...] = ()
+    compiled: str | None = None
 
 
 def run_live(job: LiveJob, rank: int, link: Connection) -> None:
@@ -63,7 +65,8 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
     code = 0
     try:
         settle_rank(job.rank_job, rank)
-        with added_to_environment(rank_variables(job.rank_job, rank)):
+        apart = {} if job.compiled is None else {"TORCHINDUCTOR_CACHE_DIR": job.compiled}
+        with added_to_environment({**rank_variables(job.rank_job, rank), **apart}):
             few_threads(job.rank_job)
             if job.learn_steps is None:
                 told: Any = _train(job.rank_job, link)

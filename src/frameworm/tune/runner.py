@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -79,6 +80,11 @@ class TrialRunner:
         self._effort = effort or Effort()
         self._limit_bytes = limit_bytes
         self._usual_s: float | None = None
+        self._compiled = self._folder / "compiled"
+
+    def forget_compiled(self) -> None:
+        """Remove what the compiler made: after a trial that was killed at it, and at the end."""
+        shutil.rmtree(self._compiled, ignore_errors=True)
 
     def run_trial(self, request: TrialRequest) -> TrialResult:
         """Measure one config alone."""
@@ -105,6 +111,7 @@ class TrialRunner:
                         break
                 told = live.finish()[0]
         except LiveError as error:
+            self.forget_compiled()
             return TrialResult(failure=error.failure, details=details)
         if self._usual_s is None:
             self._usual_s = time.monotonic() - began
@@ -131,6 +138,7 @@ class TrialRunner:
             else:  # what was learned was not asked for
                 proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
         except LiveError as error:
+            self.forget_compiled()
             return ProofResult(failure=error.failure, details=details)
         return ProofResult(proof, details=details)
 
@@ -201,6 +209,7 @@ class TrialRunner:
             limit_bytes=self._limit_bytes,
             learn_steps=learn_steps,
             units=units,
+            compiled=self._compiled,
         )
 
     def _deadline(self, timeout_s: float | None, parts: int) -> float:

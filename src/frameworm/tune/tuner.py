@@ -56,6 +56,7 @@ def tune(
     context = look_around(config, world_size)
     journal = Journal(folder, search_name(context))
     runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes)
+    runner.forget_compiled()  # of a search that was killed
     result = Search(
         all_knobs() if knobs is None else knobs,
         context,
@@ -66,6 +67,7 @@ def tune(
         allow_approximate=allow_approximate,
         tell=tell,
     ).run()
+    runner.forget_compiled()
     write_atomic(folder / BEST_NAME, best_yaml(result, original))
     if find_spec("frameworm.report.tune_page") is not None:
         from frameworm.report.tune_page import render_tune
