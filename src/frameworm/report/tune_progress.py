@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from frameworm.report.tables import plain, seconds
+from frameworm.report.tables import plain
 
 _COLOURS = {"accepted": "green", "rejected": "dim", "failed": "red", "inconclusive": "yellow"}
 _LONGEST_REASON = 90
@@ -90,7 +90,7 @@ class TuneProgress:
         now_s = monotonic() - self._since
         left = ""
         if self._budget_s is not None:
-            left = f", {seconds(max(0.0, self._budget_s - (result.get('spent_s') or 0.0) - now_s))} of the budget left"
+            left = f", {max(0.0, self._budget_s - (result.get('spent_s') or 0.0) - now_s):.0f} s of the budget left"
         head = Text(f"{plain(_short(self._doing, _LONGEST_LABEL + 8))} ({now_s:.0f} s{left})", style="bold")
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("change", "came of it", "gain or reason"):

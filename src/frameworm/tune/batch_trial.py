@@ -9,12 +9,15 @@ import contextlib
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,6 +151,7 @@ def settle_rank(job: TrialJob, rank: int) -> None:
     with contextlib.suppress(OSError):
         # Where memory runs out, the kernel shall take this process and not the one that searches.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    _end_with_parent()
     log = os.open(Path(job.folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -157,6 +161,19 @@ def settle_rank(job: TrialJob, rank: int) -> None:
         mapped, limit = address_space_bytes()
         wanted = (mapped or 0) + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if limit is None else min(wanted, limit),) * 2)
+
+
+def _end_with_parent() -> None:
+    """Who asked for the trial may be killed; the server outlives that for as long as one of its trials does."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)  # the session is the trial's own, loader processes included
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def map_libraries() -> None:

@@ -34,11 +34,19 @@ class LiveError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What was measured when all ranks stood still again; `seconds` is None before the first window."""
+    """What was measured when all ranks stood still again.
+
+    Attributes:
+        seconds: Of the window; None before the first.
+        samples: Of the window, over all ranks.
+        done: Steps so far.
+        age_s: Time since the process began, less what it stood.
+    """
 
     seconds: float | None
     samples: int
     done: int
+    age_s: float
 
 
 class Live:
@@ -81,7 +89,6 @@ class Live:
         self._start()
 
     def _start(self) -> None:
-        self.began = time.monotonic()
         world_size = self._job.rank_job.world_size
         job = replace(self._job, rank_job=replace(self._job.rank_job, port=free_port() if world_size > 1 else 0))
         server = warm_up(["frameworm.tune.live_rank"])
@@ -110,7 +117,8 @@ class Live:
         """
         stands = self._expect("stand")
         seconds = [item["seconds"] for item in stands if item["seconds"] is not None]
-        return Stand(max(seconds, default=None), stands[0]["samples"], stands[0]["done"])
+        age_s = max(item["age_s"] for item in stands)
+        return Stand(max(seconds, default=None), stands[0]["samples"], stands[0]["done"], age_s)
 
     def go(self, lead_in: int, steps: int) -> Stand:
         """One window; see `stand`."""

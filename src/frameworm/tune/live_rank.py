@@ -63,13 +63,14 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
     if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
         os._exit(BAD_FORK)
     code = 0
+    born = perf_counter()  # not before: the server that forks may have been importing
     try:
         settle_rank(job.rank_job, rank)
         apart = {} if job.compiled is None else {"TORCHINDUCTOR_CACHE_DIR": job.compiled}
         with added_to_environment({**rank_variables(job.rank_job, rank), **apart}):
             few_threads(job.rank_job)
             if job.learn_steps is None:
-                told: Any = _train(job.rank_job, link)
+                told: Any = _train(job.rank_job, link, born)
             else:
                 told = [_learn(job.rank_job, job.learn_steps, number, unit) for number, unit in enumerate(job.units)]
             link.send(("done", told))
@@ -89,8 +90,10 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
 class LiveGate(Gate):
     """Stands after the first steps and after every window, and tells how long the window took."""
 
-    def __init__(self, link: Connection, device: torch.device) -> None:
+    def __init__(self, link: Connection, device: torch.device, born: float) -> None:
         self._link = link
+        self._born = born
+        self._stood_s = 0.0
         self._device = device
         self._start_at = -1
         self._stop_at = FIRST_STEPS
@@ -102,11 +105,12 @@ class LiveGate(Gate):
         done = step - 1
         waited = False
         if done == self._stop_at:
-            seconds = None if self._begun is None else self._now() - self._begun
-            if self._begun is None:
-                self._now()
-            self._link.send(("stand", {"seconds": seconds, "samples": self._samples, "done": done}))
+            now = self._now()
+            seconds = None if self._begun is None else now - self._begun
+            age_s = now - self._born - self._stood_s
+            self._link.send(("stand", {"seconds": seconds, "samples": self._samples, "done": done, "age_s": age_s}))
             word = self._receive()
+            self._stood_s += perf_counter() - now
             if word is None:
                 return "end"
             self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
@@ -133,13 +137,13 @@ class LiveGate(Gate):
         return word
 
 
-def _train(job: TrialJob, link: Connection) -> dict[str, Any]:
+def _train(job: TrialJob, link: Connection, born: float) -> dict[str, Any]:
     endless = {"epochs": _ENDLESS_EPOCHS, "max_steps": None, "early_stop": None}
     config = resolve_here(_quiet(job.config, endless), job.world_size)
     # Validation is left out: every config pays the same for it.
     workload = replace(build_workload(config), val_data=None)
     device = torch.device(config.gpu.device if config.gpu.device != "auto" else "cpu")
-    return _summary(train_workload(config, workload, gate=LiveGate(link, device)))
+    return _summary(train_workload(config, workload, gate=LiveGate(link, device, born)))
 
 
 def _quiet(config: Config, training: dict[str, Any]) -> Config:

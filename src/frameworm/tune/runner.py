@@ -13,7 +13,7 @@ from typing import Any
 
 from frameworm.config.schema import Config
 from frameworm.engine.run import look_at_machine
-from frameworm.guard.gain import Side, Window, speedup_of
+from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.tune.live import Live, LiveError, Stand
 from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
@@ -28,6 +28,9 @@ _LEAST_S = 30.0
 # Nor more than so many times what one took before, where it has nothing to compile.
 _MOST_TIMES = 5.0
 _LEAST_TIMES_S = 15.0
+# The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
+_START_S = 1.0
+_MARGIN = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +164,11 @@ class TrialRunner:
                 ("after", after, after_s, request.candidate),
             ]
             # Two looks at one-sided chances of 2.5% each: a change that does nothing passes in at most 5% of cases.
+            last_call = deadline - self._learning_s(before_s, after_s)
             for pairs in (self._effort.pairs, self._effort.more_pairs):
                 for _ in range(pairs):
+                    if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
+                        return windows, max(before_s, after_s)
                     for side, live, step_s, config in sides:
                         windows.append(Window(side, self._window(live, step_s, config)))
                     sides.reverse()
@@ -170,10 +176,18 @@ class TrialRunner:
                     break
         return windows, max(before_s, after_s)
 
+    def _learn_steps(self, step_s: float) -> int:
+        fewest, most = self._effort.learn_steps
+        return max(fewest, min(most, round(self._effort.learn_s / step_s)))
+
+    def _learning_s(self, before_s: float, after_s: float) -> float:
+        """What must be left of the time when the last window ends."""
+        steps = self._learn_steps(max(before_s, after_s))
+        return 2 * _START_S + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
+
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
         """Both sides from the same weights, with the same samples."""
-        fewest, most = self._effort.learn_steps
-        steps = max(fewest, min(most, round(self._effort.learn_s / step_s)))
+        steps = self._learn_steps(step_s)
         units = (0.0, *[request.unit] * self._effort.references) if request.mathematics != "more" else (0.0,)
         asked = [
             (request.learning_candidate, folder / "learning-after", (0.0,)),
@@ -237,7 +251,7 @@ class TrialRunner:
             step_s = now_s
             if settled:
                 break
-        return step_s, max(0.0, time.monotonic() - live.began - stand.done * step_s)
+        return step_s, max(0.0, stand.age_s - stand.done * step_s)
 
     def _window(self, live: Live, step_s: float, config: Config) -> float:
         """Seconds per sample."""
