@@ -17,6 +17,7 @@ from live_workloads import trick_knob, tricky_config
 
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
+from frameworm.engine.run import run
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.tune.context import apply_changes
 from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest
@@ -89,6 +90,7 @@ def test_the_search_lives_on_and_lists_what_failed(tmp_path: Path) -> None:
     assert best.model.model_dump()["trick"] == "good"
     assert best.training.global_batch == 16
     assert json.loads((tmp_path / "tune.json").read_text())["stopped"]
+    assert run(best, out=None).losses == run(tricky_config(), out=None).losses, "it learns the same"
 
 
 @pytest.mark.parametrize(("trick", "check"), [("half", "loss"), ("freeze", "parameters")])
