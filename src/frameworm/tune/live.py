@@ -61,6 +61,7 @@ class Live:
         learn_steps: See `LiveJob`.
         units: See `LiveJob`.
         compiled: See `LiveJob`.
+        whole_epoch: See `LiveJob`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Live:
         learn_steps: int | None = None,
         units: tuple[float, ...] = (),
         compiled: Path | None = None,
+        whole_epoch: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -81,7 +83,8 @@ class Live:
         self._given_s = deadline - time.monotonic()
         # The size is only asked whether there is one: a rank with one takes part in the group.
         rank_job = TrialJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
-        self._job = LiveJob(rank_job, learn_steps, units, None if compiled is None else str(compiled.resolve()))
+        apart = None if compiled is None else str(compiled.resolve())
+        self._job = LiveJob(rank_job, learn_steps, units, apart, whole_epoch)
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._forks = True

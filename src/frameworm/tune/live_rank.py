@@ -18,19 +18,21 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage
-from frameworm.engine.run import resolve_here, train_workload
+from frameworm.engine.run import build_loader, resolve_here, train_workload
 from frameworm.errors import ConfigError, DeviceError, MissingPackageError
 from frameworm.launch.environment import added_to_environment
 from frameworm.launch.process_group import cleanup
 from frameworm.models.workloads import build_workload
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord
+from frameworm.tune.batch_data import sample_count
 from frameworm.tune.batch_trial import TrialJob, describe_failure, few_threads, rank_variables, settle_rank
 from frameworm.tune.sample_hash import add_hashes, batch_hash
 from frameworm.tune.zygote import BAD_FORK
 
 FIRST_STEPS = 1  # before it stands for the first time
 _ENDLESS_EPOCHS = 1_000_000
+_MOST_HASHED = 500_000
 _REFUSALS = (ConfigError, DeviceError, MissingPackageError)
 
 
@@ -49,6 +51,7 @@ class LiveJob:
         rank_job: Config, folder, ranks, port and limit of memory.
         learn_steps: Only learn for so many steps and tell how; None: stand and go as told.
         units: One learning for each: 0 from the config's own weights, else from weights moved by that much.
+        whole_epoch: Other steps may hold other samples: the samples of an epoch are told instead of those of each step.
         compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
     """
 
@@ -56,6 +59,7 @@ class LiveJob:
     learn_steps: int | None = None
     units: tuple[float, ...] = ()
     compiled: str | None = None
+    whole_epoch: bool = False
 
 
 def run_live(job: LiveJob, rank: int, link: Connection) -> None:
@@ -73,6 +77,11 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
                 told: Any = _train(job.rank_job, link, born)
             else:
                 told = [_learn(job.rank_job, job.learn_steps, number, unit) for number, unit in enumerate(job.units)]
+                if job.whole_epoch:
+                    samples, tokens = _epoch(job.rank_job)
+                    for learning in told:
+                        learning["samples"] = [samples] * len(learning["samples"])
+                        learning["real_tokens"] = [tokens] * len(learning["real_tokens"])
             link.send(("done", told))
             cleanup()
     except BaseException as error:
@@ -214,6 +223,21 @@ def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any
         {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
     )
     return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
+
+
+def _epoch(job: TrialJob) -> tuple[int | None, int | None]:
+    """Hash of the samples of the first epoch, and their tokens; None where nobody knows, or it would take too long."""
+    config = resolve_here(_quiet(job.config, {}), job.world_size)
+    workload = build_workload(config)
+    count = sample_count(workload.train_data)
+    if job.world_size > 1 or count is None or count > _MOST_HASHED:
+        return None, None
+    loader = build_loader(config, workload, workload.train_data, evaluation=False)
+    loader.set_epoch(0)
+    tokens = [loader.step_shape(step).tokens for step in range(loader.steps_per_epoch)]
+    samples = add_hashes([batch_hash(batch) for batch in loader])
+    loader.close()
+    return samples, None if None in tokens else sum(tokens)
 
 
 def _trainable(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:

@@ -200,7 +200,8 @@ class TrialRunner:
             together = look_at_machine(request.baseline).device == "cuda"
             lives: list[Live] = []
             for config, place, moved in asked:
-                lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved)))
+                other_steps = request.mathematics == "more"
+                lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved, other_steps)))
                 if not together:
                     told.append(_merged(lives.pop().finish()))
             told += [_merged(live.finish()) for live in lives]
@@ -214,6 +215,7 @@ class TrialRunner:
         deadline: float,
         learn_steps: int | None = None,
         units: tuple[float, ...] = (),
+        whole_epoch: bool = False,
     ) -> Live:
         return Live(
             config,
@@ -224,6 +226,7 @@ class TrialRunner:
             learn_steps=learn_steps,
             units=units,
             compiled=self._compiled,
+            whole_epoch=whole_epoch,
         )
 
     def _deadline(self, timeout_s: float | None, parts: int) -> float:
