@@ -40,7 +40,18 @@ def packed_attention(
         mixed = varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **more)
         assert isinstance(mixed, Tensor)
         return mixed
+    if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        offsets, max_length = _no_more_than_needed(offsets, max_length)
     return _padded_attention(query, key, value, offsets, max_length, causal)
+
+
+def _no_more_than_needed(offsets: Tensor, max_length: int) -> tuple[Tensor, int]:
+    """No more rows than there are sequences, and none wider than the longest: nobody waits for a CPU's numbers."""
+    lengths = offsets[1:] - offsets[:-1]
+    filled = lengths.nonzero()
+    if not filled.numel():
+        return offsets, max_length
+    return offsets[: int(filled[-1]) + 2], min(max_length, int(lengths.max()))
 
 
 def _fits_flash(query: Tensor) -> bool:
