@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from synthetic_runs import CORRELATED, LIVELY, QUIET, Noise, times
@@ -13,56 +12,9 @@ from frameworm.guard.statistics import (
     Level,
     independent_ratio,
     mean_level,
-    paired_ratio,
     run_spread,
     typical_level,
 )
-
-
-def _windows(seed: int, count: int, factor: float, noise: float = 0.03) -> tuple[list[float], list[float]]:
-    """Windows in turns on a machine whose speed wanders."""
-    draw = random.Random(seed)
-    before, after, state = [], [], 0.0
-    for _ in range(count):
-        state += draw.gauss(0, 0.05)
-        before.append(math.exp(state + draw.gauss(0, noise)))
-        after.append(factor * math.exp(state + draw.gauss(0, noise)))
-    return before, after
-
-
-@pytest.mark.parametrize("count", [5, 10])
-def test_windows_without_a_change_are_within_noise(count: int) -> None:
-    alarms = 0
-    for seed in range(200):
-        found = paired_ratio(*_windows(seed, count, 1.0), resamples=400)
-        assert found is not None
-        alarms += found.outside_noise
-    assert alarms <= 16, "more than 8% where 5% are promised"
-
-
-def test_windows_show_a_tenth() -> None:
-    caught = 0
-    for seed in range(50):
-        found = paired_ratio(*_windows(seed, 8, 0.9), resamples=400)
-        assert found is not None
-        caught += found.high < 1 and found.low < 0.9 < found.high * 1.05
-    assert caught >= 45
-
-
-def test_one_disturbed_window_does_not_decide() -> None:
-    before, after = [1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 0.99], [0.9, 0.91, 0.9, 9.0, 0.9, 0.89, 0.9]
-    found = paired_ratio(before, after)
-    assert found is not None
-    assert found.ratio == pytest.approx(0.9, abs=0.02)
-
-
-def test_windows_come_in_pairs_and_are_positive() -> None:
-    with pytest.raises(ValueError, match="pairs"):
-        paired_ratio([1.0, 2.0, 3.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="positive"):
-        paired_ratio([1.0, 2.0, 0.0], [1.0, 2.0, 3.0])
-    assert paired_ratio([1.0, 1.0], [1.0, 1.0]) is None
-    assert paired_ratio([1.0] * 4, [2.0] * 4) == paired_ratio([1.0] * 4, [2.0] * 4)
 
 
 @pytest.mark.parametrize("noise", [QUIET, LIVELY, CORRELATED], ids=["quiet", "lively", "correlated"])

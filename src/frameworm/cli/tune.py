@@ -189,11 +189,6 @@ def _processes_here(config: Config, distributed: bool, nproc_per_node: str | Non
 
 
 def _show_tuned(result: dict[str, Any], best: str) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("frameworm.report.tune_text") is None:
-        print(f"best config: {best}")
-        return
     from frameworm.report.tune_text import attempts_table, waterfall
 
     tried = [item for item in result["attempts"] if item["status"] not in ("accepted", "skipped")]

@@ -1,4 +1,4 @@
-"""Before and after, from noisy times: the ratio of two sets of runs, or of windows measured in turns.
+"""Before and after, from noisy times: the ratio of two sets of runs (`gain` has that of windows measured in turns).
 
 Everything is reckoned in logarithms: a ratio is then a difference, and being twice as slow weighs as much as being
 twice as fast.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +25,6 @@ MOST_CORRELATION = 0.8
 PRIOR_SPREAD = 0.015
 PRIOR_WEIGHT = 1
 PRIOR_FREEDOM = 20
-
-RESAMPLES = 2000
-FEWEST_WINDOWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,53 +140,5 @@ def independent_ratio(before: Sequence[Level], after: Sequence[Level]) -> RatioI
     return RatioInterval(math.exp(centre), math.exp(centre - margin), math.exp(centre + margin))
 
 
-def paired_ratio(
-    before: Sequence[float], after: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
-) -> RatioInterval | None:
-    """After divided by before, for windows measured in turns (A B A B ...): a paired bootstrap.
-
-    Each pair shares what the machine did at that moment, so pairs are drawn as a whole. The centre is the median of
-    all means of two pairs (Hodges and Lehmann): one window that was disturbed does not move it. A plain percentile
-    interval is too narrow for few pairs; its ends are set further out, as Student's t asks for.
-
-    Args:
-        before: A time of each window, positive.
-        after: The same for the other; as many.
-        resamples: How many times the pairs are drawn anew.
-        seed: Of the draws: the same windows give the same interval.
-
-    Returns:
-        Ratio and 95% interval; None for fewer than three pairs.
-    """
-    if len(before) != len(after):
-        raise ValueError(f"windows come in pairs: {len(before)} before, {len(after)} after")
-    if any(not 0 < value < math.inf for value in (*before, *after)):
-        raise ValueError("the time of a window is a positive number")
-    count = len(before)
-    if count < FEWEST_WINDOWS:
-        return None
-    logs = [math.log(new / old) for old, new in zip(before, after)]
-    draw = random.Random(seed)
-    centres = sorted(_centre(draw.choices(logs, k=count)) for _ in range(resamples))
-    tail = _normal_tail(math.sqrt(count / (count - 1)) * quantile(count - 1))
-    low, high = percentile(centres, tail), percentile(centres, 1 - tail)
-    centre = _centre(logs)
-    return RatioInterval(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)))
-
-
-def _centre(values: Sequence[float]) -> float:
-    """The median of all means of two; of many values a mean of the middle half, which costs less and says the same."""
-    if len(values) > 40:
-        ordered = sorted(values)
-        return _mean(ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4])
-    pairs = sorted(left + right for index, left in enumerate(values) for right in values[index:])
-    return percentile(pairs, 0.5) / 2
-
-
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _normal_tail(distance: float) -> float:
-    """Share of a normal distribution beyond so many standard deviations."""
-    return math.erfc(distance / math.sqrt(2)) / 2

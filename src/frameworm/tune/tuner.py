@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
 from frameworm.records.atomic import write_atomic
+from frameworm.report.tune_page import render_tune
+from frameworm.tune.best_config import render_best
 from frameworm.tune.facts import look_around
 from frameworm.tune.journal import SUMMARY_NAME, Journal
 from frameworm.tune.knobs import Knob, all_knobs
@@ -68,20 +68,7 @@ def tune(
         tell=tell,
     ).run()
     runner.forget_compiled()
-    write_atomic(folder / BEST_NAME, best_yaml(result, original))
-    if find_spec("frameworm.report.tune_page") is not None:
-        from frameworm.report.tune_page import render_tune
-
-        values = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
-        write_atomic(folder / REPORT_NAME, render_tune(values, str(folder / BEST_NAME)))
+    write_atomic(folder / BEST_NAME, render_best(result, original))
+    values = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+    write_atomic(folder / REPORT_NAME, render_tune(values, str(folder / BEST_NAME)))
     return result
-
-
-def best_yaml(result: TuneResult, original: str | None) -> str:
-    """The best config, with a comment on what was changed."""
-    if find_spec("frameworm.tune.best_config") is not None:
-        from frameworm.tune.best_config import render_best
-
-        return render_best(result, original)
-    lines = [f"# {key}: {before} -> {after}\n" for key, (before, after) in result.changes.items()]
-    return "".join(lines) + dump_config(result.best)
