@@ -220,12 +220,7 @@ def train(case: Case, device: str, alone: bool) -> dict[str, Any]:
     length = config.model.max_seq_len  # type: ignore[union-attr]
     batches = [filled(work.make_batch(micro_batch), length, case.tokens)] * (STEPS * accumulation)
     validation = [filled(work.make_validation(eval_batch), length, None)]
-    model = work.model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-        for buffer in model.buffers():
-            buffer.zero_()
+    model = with_weights(work.model, device)
     optimizer = build_optimizer(model, config)
     trainer = Trainer(model, optimizer, config=config, run_dir=None)
     parameters = sum(item.numel() * item.element_size() for item in model.parameters())
@@ -260,6 +255,17 @@ def _library_bytes() -> int | None:
     before = torch.cuda.memory_allocated()
     clear()
     return before - torch.cuda.memory_allocated()
+
+
+def with_weights(model: nn.Module, device: str) -> nn.Module:
+    """A model that was planned without memory, with some numbers in it."""
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model
 
 
 def filled(batch: dict[str, Tensor], length: int, tokens: float | None) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from children import Job, run_all
 from harness import RESULTS, end_on_term, table, tell_progress, write_results
-from memory_plan import GPT, SIZES, Case, filled, load
+from memory_plan import GPT, SIZES, Case, filled, load, with_weights
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -90,12 +90,7 @@ def train(case: Case, device: str, rank: int, world_size: int, backend: str, por
     assert isinstance(micro_batch, int)
     torch.manual_seed(0)
     batches = [filled(work.make_batch(micro_batch), 0, None)] * STEPS
-    model = work.model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-        for buffer in model.buffers():
-            buffer.zero_()
+    model = with_weights(work.model, device)
     optimizer = build_optimizer(model, config)
     found: dict[str, Any] = {}
 

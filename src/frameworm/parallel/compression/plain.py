@@ -62,8 +62,8 @@ class _Buffer:
 class EarlyShares:
     """Takes this rank's part of the mean while a gradient is put into its bucket, as DDP does without a hook.
 
-    With a hook DDP only copies, and the hook's own pass over a full bucket, long out of the cache, costs a CPU 2% of a
-    step. So a large gradient is multiplied into its place in the bucket as soon as it is there; DDP finds it in place
+    With a hook DDP only copies, and the hook's own pass over a full bucket, long out of the cache, costs a CPU time.
+    So a large gradient is multiplied into its place in the bucket as soon as it is there; DDP finds it in place
     and copies nothing. What was not taken early the hook takes: small gradients, those of the first steps, and all
     where gradients are no views of buckets, on a GPU, and with a static graph, in which a gradient may come in parts.
 
