@@ -164,7 +164,10 @@ def test_sparse_adversarial_groups(with_kernels: Runner, ratio: float) -> None:
     ours: list[tuple[Tensor, Tensor | None]] = []
     with_kernels(lambda: ours.append(encoded(TopK(ratio), values.to(DEVICE), residual.to(DEVICE))))
     (payload, kept), (their_payload, their_kept) = ours[0], encoded(TopK(ratio), values, residual)
-    assert torch.equal(payload, their_payload)
+    kept_bytes = 2 * TopK(ratio).columns(values.numel())
+    # Devices write NaN with different bits.
+    assert same(payload[:kept_bytes].view(torch.bfloat16), their_payload[:kept_bytes].view(torch.bfloat16))
+    assert torch.equal(payload[kept_bytes:], their_payload[kept_bytes:])
     assert kept is not None
     assert their_kept is not None
     assert torch.equal(kept, their_kept)
@@ -319,7 +322,12 @@ def test_shapes_without_a_kernel_take_the_plain_path(with_kernels: Runner) -> No
     for make in (lambda: Quantizer(8, block_size=100), lambda: TopK(0.0005)):
         ours: list[tuple[Tensor, Tensor | None]] = []
         with_kernels(lambda: ours.append(encoded(make(), values.to(DEVICE), values.to(DEVICE))))  # noqa: B023
-        assert torch.equal(ours[0][0], encoded(make(), values, values)[0])
+        decoded, theirs = torch.empty_like(values), torch.empty_like(values)
+        make().decode(ours[0][0], decoded)
+        make().decode(encoded(make(), values, values)[0], theirs)
+        # Devices divide by a constant differently in the last bit, so that a half may be rounded to the other side.
+        assert (decoded - theirs).abs().max() <= 1.001 * (2 * values).abs().max() / 127
+        assert ((decoded - theirs).abs() > 1e-6 * theirs.abs()).float().mean() < 0.01
 
 
 @on_gpu
