@@ -48,7 +48,7 @@ def item_every_step(folder: Path, rank: int) -> RunRecord:
         return nn.functional.cross_entropy(value, batch[1])
 
     return fit(
-        layers(1_024, 30), prepared(4_096, 1_024, 300), folder, device="cuda", mixed_precision="bf16", trace="window",
+        layers(2_048, 30), prepared(8_192, 2_048, 300), folder, device="cuda", mixed_precision="bf16", trace="window",
         loss_fn=loss_fn,
     )  # fmt: skip
 
@@ -65,15 +65,15 @@ def tiny_batch_gpu(folder: Path, rank: int) -> RunRecord:
 
 @planted("fp32_matrix_products", "precision_unused", "large products in fp32, without tensor cores", needs="cuda")
 def fp32_matrix_products(folder: Path, rank: int) -> RunRecord:
-    return fit(layers(8_192, 8), prepared(8_192, 8_192, 60), folder, device="cuda", mixed_precision="off", tf32=False)
+    return fit(layers(8_192, 8), prepared(8_192, 8_192, 40), folder, device="cuda", mixed_precision="off", tf32=False)
 
 
 @planted("memory_near_full", "memory_pressure", "96% of the memory the process may use", needs="cuda")
 def memory_near_full(folder: Path, rank: int) -> RunRecord:
     total = torch.cuda.get_device_properties(0).total_memory
-    ballast = torch.empty(int(0.955 * 0.9 * total), dtype=torch.uint8, device="cuda")
+    ballast = torch.empty(int(0.93 * 0.9 * total), dtype=torch.uint8, device="cuda")
     record = fit(
-        layers(4_096, 8), prepared(4_096, 4_096, 300), folder, device="cuda", mixed_precision="bf16",
+        layers(4_096, 8), prepared(16_384, 4_096, 300), folder, device="cuda", mixed_precision="bf16",
         memory_fraction=0.9,
     )  # fmt: skip
     del ballast
@@ -84,7 +84,7 @@ def memory_near_full(folder: Path, rank: int) -> RunRecord:
 def throttled_clock(folder: Path, rank: int) -> RunRecord:
     subprocess.run(["nvidia-smi", "-lgc", "345,345"], check=True, capture_output=True)
     try:
-        return fit(layers(4_096, 16), prepared(8_192, 4_096, 300), folder, device="cuda", mixed_precision="bf16")
+        return fit(layers(4_096, 16), prepared(8_192, 4_096, 80), folder, device="cuda", mixed_precision="bf16")
     finally:
         subprocess.run(["nvidia-smi", "-rgc"], check=False, capture_output=True)
 

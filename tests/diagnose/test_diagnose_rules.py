@@ -196,7 +196,8 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "system": gpu_system(throttled_share=0.9, gpu_clock_share=around(0.6, 0.02), throttle_reasons=["thermal"]),
         },
         [
-            {"device": GPU, "system": gpu_system(throttled_share=0.0, gpu_clock_share=around(0.6, 0.02))},
+            {"device": GPU, "system": gpu_system(0.3, throttled_share=0.0, gpu_clock_share=around(0.6, 0.02))},
+            {"device": GPU, "system": gpu_system(0.95, throttled_share=0.0, gpu_clock_share=around(0.8, 0.02))},
             {"device": GPU, "system": gpu_system(throttled_share=0.01, gpu_clock_share=around(0.9, 0.02))},
             {"device": GPU, "system": gpu_system(gpu_clock_share=around(0.6, 0.02))},
         ],
@@ -454,6 +455,15 @@ def test_a_power_limit_under_load_is_no_fault() -> None:
     finding = finding_of(judged(device=GPU, system=system), "throttled")
     assert finding is not None
     assert finding.severity == "info"
+
+
+def test_a_clock_that_was_locked_low_is_found_without_a_reason_from_the_driver() -> None:
+    system = gpu_system(0.95, throttled_share=0.0, gpu_clock_share=around(0.18, 0.01))
+    judgement = judged(device=GPU, system=system)
+    assert judgement.verdict == "throttled"
+    finding = finding_of(judgement, "throttled")
+    assert finding is not None
+    assert "nvidia-smi -rgc" in finding.remedies[0].text
 
 
 def test_fp32_is_only_mentioned_when_nobody_watched_the_gpu() -> None:

@@ -22,6 +22,7 @@ SETTLED_S, LEAST_FLOOD = 60.0, 0.5
 SOON_S = 3600.0
 CROWDED = 1.5  # threads that want to compute per core
 WORKERS_CROWD = 2.0  # loader processes per core: they rest while their batches wait
+LOCKED_BELOW = 0.7  # of the greatest clock; no load lowers it so far without a reason the driver gives
 OWN_SHARE = 0.4  # of the cores, so that it is not only somebody else who keeps them busy
 
 
@@ -191,12 +192,14 @@ def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY
 
 
 def throttled(facts: Facts) -> Finding | None:
-    """The GPU runs below its clock because of heat or power."""
+    """The GPU runs below its clock because of heat or power, or because somebody has locked it there."""
     system = facts.system
     throttled_share = known(system.throttled_share) if system is not None else None
-    if system is None or facts.on_gpu is not True or not throttled_share or throttled_share <= 0:
+    if system is None or facts.on_gpu is not True or throttled_share is None:
         return None
     clock = mean_of(system, system.gpu_clock_share)
+    if throttled_share <= 0:
+        return _locked(facts, clock)
     reasons = [str(reason) for reason in system.throttle_reasons or []]
     evidence = {
         "throttled_share": throttled_share,
@@ -212,6 +215,16 @@ def throttled(facts: Facts) -> Finding | None:
         return _without_cost("throttled", "warning" if severe else "info", evidence, remedies)
     lost = Estimate(max(1.0 - clock.value, 0.0) * throttled_share, clock.error * throttled_share, clock.freedom)
     return costed("throttled", facts, lost, evidence, remedies, most=most)
+
+
+def _locked(facts: Facts, clock: Estimate | None) -> Finding | None:
+    """A busy GPU far below its clock for no reason that the driver gives: the clock was set by hand."""
+    if clock is None or facts.gpu_busy is None or facts.gpu_busy.value < MOSTLY_BUSY or clock.high > LOCKED_BELOW:
+        return None
+    lock = "the clock is set low by hand: nvidia-smi -rgc and -rac take locks and application clocks away"
+    evidence = {"throttled_share": 0.0, "clock_share": clock.value, "gpu_busy": facts.gpu_busy.value}
+    lost = Estimate(1.0 - clock.value, clock.error, clock.freedom)
+    return costed("throttled", facts, lost, evidence, facts.remedies(("", None, lock, lock)))
 
 
 def _without_cost(code: str, severity: str, evidence: dict[str, Any], remedies: list[Remedy]) -> Finding:

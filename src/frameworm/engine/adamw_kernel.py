@@ -2,8 +2,8 @@
 
 torch's fused AdamW cuts tensors into chunks of 65,536 elements, which leaves most of a large GPU idle on a small model,
 and norm and clipping are five more kernels. Here the norm is one pass over the gradients and the update one pass over
-everything, in blocks small enough to fill the device. The optimizer stays torch's: its state is used in place, so that
-torch can save, load or step it at any time.
+everything, weights in half precision (half_weights) among it, in blocks small enough to fill the device. The
+optimizer stays torch's: its state is used in place, so that torch can save, load or step it at any time.
 
 In a CUDA graph the gradients get addresses that are unknown before the capture, when tables can no longer be copied to
 the device. Arguments of kernels are recorded by value, though: the first kernel gets the addresses as arguments and
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from frameworm.engine.half_weights import HalfWeights
 from frameworm.errors import ModelError, StateError
 
 _DEVICE_TYPES = ("cuda",)  # tests add "cpu", which triton can interpret
@@ -36,9 +37,12 @@ _SMALLEST_EPS = 1e-18  # the kernel takes the root of numbers below fp32's norma
 class FusedUpdate:
     """Clips the gradients and applies AdamW, in place of `clip_grad_norm_` and the `step` of a torch optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], halves: HalfWeights | None = None
+    ) -> None:
         parameters = list(parameters)
         self.optimizer = optimizer
+        self._halves = halves
         self._device = parameters[0].device
         self._plans: dict[tuple[int, ...], _Plan] = {}
         objection = _objection(optimizer, parameters, self._device)
@@ -87,8 +91,7 @@ class FusedUpdate:
             zero = torch.zeros((), device=self._device)
             return zero if with_norm else None, zero.clone() if skip else None
         outcome = torch.empty(3, dtype=torch.float32, device=self._device)  # norm, skipped, coefficient
-        # An empty tensor has no address, and nothing is read there.
-        places = [(gradient.data_ptr() or 1 << 40) + 1 for gradient in gradients]
+        places = [_code(gradient) for gradient in gradients]
         shared: dict[str, Any] = {"FACTOR": factor is not None, "num_warps": 8, "enable_fp_fusion": True}
         with _current(self._device):
             for first in range(0, len(places), _TENSORS_PER_LAUNCH):
@@ -128,9 +131,11 @@ class FusedUpdate:
         gradients: list[Tensor] = []
         for index, group in enumerate(groups):
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradients.append(_like(parameter.grad, parameter))
-                    tensors.append((parameter, *self._state(parameter, capturing)))
+                half = None if self._halves is None else self._halves.beside(parameter)
+                gradient = half.grad if parameter.grad is None and half is not None else parameter.grad
+                if gradient is not None:
+                    gradients.append(_like(gradient, parameter, torch.bfloat16))
+                    tensors.append((parameter, *self._state(parameter, capturing), parameter if half is None else half))
                     members.append(index)
         if not tensors:
             return None, []
@@ -198,7 +203,10 @@ class _Plan:
         for index, (entry, group) in enumerate(zip(tensors, members)):
             elements = entry[0].numel()
             rate = rates[group] or self._rates[group].data_ptr()
-            rows.append([*(item.data_ptr() for item in entry), rate, elements, len(owners[0]), len(owners[1])])
+            *places, half = (item.data_ptr() for item in entry)
+            if half == places[0]:
+                half = 0
+            rows.append([*places, rate, elements, len(owners[0]), len(owners[1]), half])
             for owner, block in zip(owners, (_NORM_BLOCK, _UPDATE_BLOCK)):
                 owner.extend([index] * math.ceil(elements / block))
         self.rows = _send(rows, torch.int64, device)
@@ -296,20 +304,26 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
-def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
-    return tensor.stride() == parameter.stride() and tensor.dtype == torch.float32 and tensor.layout == torch.strided
+def _same_layout(tensor: Tensor, parameter: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    return tensor.stride() == parameter.stride() and tensor.dtype in dtypes and tensor.layout == torch.strided
 
 
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor in the parameter's own order in memory: itself if it has that already."""
+def _like(tensor: Tensor, parameter: Tensor, *dtypes: torch.dtype) -> Tensor:
+    """The tensor in the parameter's own order in memory and in fp32: itself if it is so already, or of `dtypes`."""
     if tensor.layout != torch.strided:
         raise ModelError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which AdamW does not accept; "
             "use an embedding with sparse=False or another optimizer"
         )
-    if _same_layout(tensor, parameter):
+    if _same_layout(tensor, parameter, (torch.float32, *dtypes)):
         return tensor
     return torch.empty_like(parameter, memory_format=torch.preserve_format, requires_grad=False).copy_(tensor)
+
+
+def _code(gradient: Tensor) -> int:
+    """A gradient as the argument of a kernel: its address + 1, negative where it is bf16."""
+    place = (gradient.data_ptr() or 1 << 40) + 1  # an empty tensor has no address, and nothing is read there
+    return -place if gradient.dtype == torch.bfloat16 else place
 
 
 def _send(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

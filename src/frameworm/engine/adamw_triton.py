@@ -7,11 +7,12 @@ from __future__ import annotations
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-# A gradient is given as its address + 1: what is odd and large makes no variant of a kernel by its alignment, and in
-# the capture of a CUDA graph no new variant can be loaded. For the same reason no number is specialised.
+# A gradient is given as its address + 1, negative where it is bf16: what is odd and large makes no variant of a kernel
+# by its alignment, and in the capture of a CUDA graph no new variant can be loaded. For the same reason no number is
+# specialised.
 #
 # Columns of a tensor's row in `rows`: 0 parameter, 1 exp_avg, 2 exp_avg_sq, 3 step, 4 learning rate (addresses);
-# 5 elements; 6 first block of the norm, 7 first block of the update.
+# 5 elements; 6 first block of the norm, 7 first block of the update; 8 address of the weight in bf16, 0 for none.
 
 
 @triton.jit(do_not_specialize=("factor", "first_tensor", "first_block"))
@@ -31,64 +32,76 @@ def sum_squares(
     """One program per block of a gradient; the first of a tensor leaves its address for the update."""
     block = first_block + tl.program_id(0)
     owner = tl.load(owners + block)
-    address = tl.cast(0, tl.int64)
+    coded = tl.cast(0, tl.int64)
     for index in tl.static_range(COUNT):
-        address += tl.where(owner == first_tensor + index, gradients[index] - 1, 0)
-    number = block - tl.load(rows + owner * 8 + 6)
+        coded += tl.where(owner == first_tensor + index, gradients[index], 0)
+    number = block - tl.load(rows + owner * 9 + 6)
     if number == 0:
-        tl.store(addresses + owner, address)
+        tl.store(addresses + owner, coded)
+    half = coded < 0
+    address = tl.abs(coded) - 1
     start = number.to(tl.int64) * BLOCK
-    left = tl.load(rows + owner * 8 + 5) - start
+    left = tl.load(rows + owner * 9 + 5) - start
     scale = tl.load(factor).to(tl.float32) if FACTOR else 1.0
     # Without a mask, and known to be aligned, the loads are 128 bits wide.
     if (left >= BLOCK) & (address % 16 == 0):
-        total = _block_squares(address + start * 4, left, scale, WHOLE=True, FACTOR=FACTOR, BLOCK=BLOCK)
+        total = _block_squares(address, start, left, scale, half, WHOLE=True, FACTOR=FACTOR, BLOCK=BLOCK)
     else:
-        total = _block_squares(address + start * 4, left, scale, WHOLE=False, FACTOR=FACTOR, BLOCK=BLOCK)
+        total = _block_squares(address, start, left, scale, half, WHOLE=False, FACTOR=FACTOR, BLOCK=BLOCK)
     tl.store(partials + block, total)
 
 
 @triton.jit
-def _block_squares(address, left, scale, WHOLE: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+def _block_squares(address, start, left, scale, half, WHOLE: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the squares of one block."""
     lanes = tl.arange(0, BLOCK)
-    values = _read(address, lanes, left, WHOLE)
+    values = _read_either(address, start, lanes, left, half, WHOLE)
     if FACTOR:
         values *= scale
     return tl.sum(values * values, 0)
 
 
 @triton.jit
-def _pointers(address, lanes, WHOLE: tl.constexpr):
-    """Pointers to the fp32 elements of a block; aligned to 16 bytes where the block is a whole one."""
-    base = address.to(tl.pointer_type(tl.float32))
+def _pointers(address, lanes, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
+    """Pointers to the fp32 or bf16 elements of a block; aligned to 16 bytes where the block is a whole one."""
+    base = address.to(tl.pointer_type(tl.bfloat16 if HALF else tl.float32))
     if WHOLE:
         base = tl.multiple_of(base, 16)
     return base + lanes
 
 
 @triton.jit
-def _read(address, lanes, left, WHOLE: tl.constexpr):
-    """Elements of a block, 0 beyond its end."""
-    if WHOLE:
-        return tl.load(_pointers(address, lanes, WHOLE))
-    return tl.load(_pointers(address, lanes, WHOLE), mask=lanes < left, other=0.0)
+def _read_either(address, start, lanes, left, half, WHOLE: tl.constexpr):
+    """Elements of a block that begins `start` elements after an address, which are bf16 if `half`; in fp32."""
+    if half:
+        values = _read(address + start * 2, lanes, left, WHOLE, HALF=True).to(tl.float32)
+    else:
+        values = _read(address + start * 4, lanes, left, WHOLE)
+    return values
 
 
 @triton.jit
-def _write(address, values, lanes, left, WHOLE: tl.constexpr):
+def _read(address, lanes, left, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
+    """Elements of a block, 0 beyond its end."""
+    if WHOLE:
+        return tl.load(_pointers(address, lanes, WHOLE, HALF))
+    return tl.load(_pointers(address, lanes, WHOLE, HALF), mask=lanes < left, other=0.0)
+
+
+@triton.jit
+def _write(address, values, lanes, left, WHOLE: tl.constexpr, HALF: tl.constexpr = False):
     """Store the elements of a block."""
     if WHOLE:
-        tl.store(_pointers(address, lanes, WHOLE), values)
+        tl.store(_pointers(address, lanes, WHOLE, HALF), values)
     else:
-        tl.store(_pointers(address, lanes, WHOLE), values, mask=lanes < left)
+        tl.store(_pointers(address, lanes, WHOLE, HALF), values, mask=lanes < left)
 
 
 @triton.jit(do_not_specialize=("first_tensor",))
 def note_addresses(gradients, addresses, first_tensor, COUNT: tl.constexpr):
     """Leaves the addresses of the gradients for the update, where no norm is wanted."""
     for index in tl.static_range(COUNT):
-        tl.store(addresses + first_tensor + index, gradients[index] - 1)
+        tl.store(addresses + first_tensor + index, gradients[index])
 
 
 @triton.jit(do_not_specialize=("blocks", "tensors"))
@@ -122,7 +135,7 @@ def settle(
     for first in range(0, tensors, 128):
         number = first + tl.arange(0, 128)
         there = number < tensors
-        row = rows + number * 8
+        row = rows + number * 9
         step_pointers = tl.load(row + 3, mask=there, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(step_pointers, mask=there, other=1.0) + counted
         tl.store(step_pointers, step, mask=there)
@@ -159,7 +172,7 @@ def update(
     """One program per block of a parameter."""
     block = tl.program_id(0)
     owner = tl.load(owners + block)
-    row = rows + owner * 8
+    row = rows + owner * 9
     start = (block - tl.load(row + 7)).to(tl.int64) * BLOCK
     left = tl.load(row + 5) - start
     if SKIP:
@@ -168,17 +181,19 @@ def update(
     parameter = tl.load(row)
     average = tl.load(row + 1)
     average_square = tl.load(row + 2)
-    gradient = tl.load(addresses + owner)
-    aligned = (parameter | average | average_square | gradient) % 16 == 0
+    coded = tl.load(addresses + owner)
+    cast = tl.load(row + 8)
+    gradient = tl.abs(coded) - 1
+    aligned = (parameter | average | average_square | gradient | cast) % 16 == 0
     offset = start * 4
     if (left >= BLOCK) & aligned:
         _update_block(
-            parameter + offset, average + offset, average_square + offset, gradient + offset, left,
+            parameter + offset, average + offset, average_square + offset, gradient, coded < 0, cast, start, left,
             scalars + owner * 8, outcome, factor, WHOLE=True, NORM=NORM, FACTOR=FACTOR, BLOCK=BLOCK,
         )  # fmt: skip
     elif left > 0:
         _update_block(
-            parameter + offset, average + offset, average_square + offset, gradient + offset, left,
+            parameter + offset, average + offset, average_square + offset, gradient, coded < 0, cast, start, left,
             scalars + owner * 8, outcome, factor, WHOLE=False, NORM=NORM, FACTOR=FACTOR, BLOCK=BLOCK,
         )  # fmt: skip
 
@@ -189,6 +204,9 @@ def _update_block(
     average,
     average_square,
     gradient,
+    half,
+    cast,
+    start,
     left,
     scalar,
     outcome,
@@ -200,7 +218,7 @@ def _update_block(
 ):
     """AdamW on one block."""
     lanes = tl.arange(0, BLOCK)
-    g = _read(gradient, lanes, left, WHOLE)
+    g = _read_either(gradient, start, lanes, left, half, WHOLE)
     p = _read(parameter, lanes, left, WHOLE)
     m = _read(average, lanes, left, WHOLE)
     v = _read(average_square, lanes, left, WHOLE)
@@ -216,3 +234,5 @@ def _update_block(
     _write(parameter, p, lanes, left, WHOLE)
     _write(average, m, lanes, left, WHOLE)
     _write(average_square, v, lanes, left, WHOLE)
+    if cast != 0:
+        _write(cast + start * 2, p.to(tl.bfloat16), lanes, left, WHOLE, HALF=True)

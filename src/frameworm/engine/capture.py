@@ -141,6 +141,8 @@ class CapturedStep:
             self._one_pass = update.find_one_pass()
         update.schedule.before_step(step)
         self._rates.send()
+        if update.halves is not None:
+            update.halves.follow()
         update.one_pass = self._one_pass
         try:
             with _watching_for_waits() as waits, self._rates.on_device():
@@ -203,6 +205,8 @@ class CapturedStep:
         assert rates is not None
         update.schedule.before_step(step)
         rates.send()
+        if update.halves is not None:
+            update.halves.follow()
         fill(shape.inputs, batch)
         graph.replay()
         update.schedule.after_step()

@@ -24,6 +24,7 @@ from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.folder import RunOutput
 from frameworm.engine.gate import Gate
+from frameworm.engine.half_weights import HalfWeights
 from frameworm.engine.halving import make_halving
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
@@ -128,6 +129,8 @@ class TrainingSession:
         step: TrainStep | CapturedStep = TrainStep(
             job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock
         )
+        if recorder is not None:
+            update.halves = HalfWeights.of(job.model, job.precision.dtype)
         self._captured: CapturedStep | None = None
         self._stream: torch.cuda.Stream | None = None
         if recorder is not None:

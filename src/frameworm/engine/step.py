@@ -69,6 +69,8 @@ class TrainStep:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
         schedule = self.update.schedule
         schedule.before_step(step)
+        if self.update.halves is not None:
+            self.update.halves.follow()
         result = self.compute(batch)
         if self._after_step is not None and self._after_step(self.model, step + 1):
             self._mark(COMMUNICATION_EXPOSED)
@@ -96,9 +98,11 @@ class TrainStep:
         Returns:
             The result, and what the gradients must still be multiplied with (None: nothing).
         """
-        if len(batch.batches) == 1 and meet is None:
-            return self._only(batch.batches[0], batch)
-        return self._several(batch, meet)
+        halves = self.update.halves
+        with contextlib.nullcontext() if halves is None else halves.in_place():
+            if len(batch.batches) == 1 and meet is None:
+                return self._only(batch.batches[0], batch)
+            return self._several(batch, meet)
 
     @contextlib.contextmanager
     def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
@@ -133,6 +137,12 @@ class TrainStep:
             loss = self.scaler.scale(loss)
         loss.backward()
         self._mark(BACKWARD)
+
+    def _add_backward(self, loss: torch.Tensor) -> None:
+        """One of several: what is in half precision is added up in fp32."""
+        self._backward(loss)
+        if self.update.halves is not None:
+            self.update.halves.collect()
 
     def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
         """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""
@@ -181,12 +191,12 @@ class TrainStep:
     def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         loss, count = self._forward(micro)
         if count is None:
-            self._backward(loss * (samples * self._world_size / self._samples(batch)))
+            self._add_backward(loss * (samples * self._world_size / self._samples(batch)))
             return loss, None
         # How much all micro-batches count together is known only after the last: weigh against a constant now, and
         # let the update multiply by what is missing.
         counted = _as_count(count, loss, samples)
-        self._backward(loss * (counted / self._reference(batch)))
+        self._add_backward(loss * (counted / self._reference(batch)))
         return loss, counted
 
     def _over_ranks(self, counted: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class DeviceState:
         others = list(step.model.buffers())
         for state in step.update.optimizer.state.values():
             others += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        if step.update.halves is not None:
+            others += step.update.halves.tensors
         if step.scaler is not None:
             scale, growth = step.scaler._scale, step.scaler._growth_tracker
             others += [tensor for tensor in (scale, growth) if tensor is not None]

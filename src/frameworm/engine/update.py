@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from frameworm.engine.adamw_kernel import FusedUpdate
+from frameworm.engine.half_weights import HalfWeights
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule
 from frameworm.parallel.strategy import Strategy
@@ -48,6 +49,7 @@ class Update:
         self.grad_norm: torch.Tensor | None = None
         self.skipped: torch.Tensor | None = None
         self.one_pass: FusedUpdate | None = None
+        self.halves: HalfWeights | None = None
 
     def find_one_pass(self) -> FusedUpdate | None:
         """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
@@ -56,7 +58,7 @@ class Update:
             return None
         if FusedUpdate.supports(self.optimizer, self._parameters, self._parameters[0].device) is not None:
             return None
-        return FusedUpdate(self.optimizer, self._parameters)
+        return FusedUpdate(self.optimizer, self._parameters, self.halves)
 
     @property
     def note(self) -> str | None:
@@ -87,6 +89,8 @@ class Update:
             self.clear()
             return
         self.grad_norm = self.skipped = None
+        if self.halves is not None:
+            self.halves.collect()
         if scaler is not None:
             scaler.unscale_(optimizer)
         if factor is not None or self._clip_norm is not None:
@@ -104,6 +108,8 @@ class Update:
         else:
             self._step_unless_bad(self.grad_norm)
         self.clear()
+        if self.halves is not None:
+            self.halves.refresh()
 
     def _weigh_and_clip(self, gradients: list[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the gradients' norm before clipping, None where nothing is clipped."""
@@ -121,6 +127,8 @@ class Update:
 
     def clear(self) -> None:
         """Forget the gradients."""
+        if self.halves is not None:
+            self.halves.clear()
         if self._clears_itself:
             self.optimizer.zero_grad(set_to_none=True)
             return

@@ -7,6 +7,7 @@ sum its columns. Its tanh is also dear enough to be seen beside the memory traff
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ def linear_gelu(inputs: Tensor, linear: nn.Linear) -> Tensor:
     product = F.linear(inputs, linear.weight)
     activated: Tensor = _bias_gelu(product.flatten(0, -2), linear.bias)
     return activated.view(product.shape)
+
+
+def cast_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parameters of a model's linear layers, but for biases that the kernels here read in fp32."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield module, "weight"
+            if module.bias is not None and not name.endswith("expand"):
+                yield module, "bias"
 
 
 def _computes_in_half(inputs: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
-from frameworm.models.bias_gelu import linear_gelu
+from frameworm.models.bias_gelu import cast_parameters, linear_gelu
 from frameworm.models.linear_loss import linear_cross_entropy
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
@@ -88,6 +89,10 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def autocast_parameters(self) -> Iterator[tuple[nn.Module, str]]:
+        """Parameters that autocast casts wherever they are read; see engine/half_weights."""
+        return cast_parameters(self)
 
     def _fuses(self, hidden: Tensor) -> bool:
         if self.fused_loss == "auto":

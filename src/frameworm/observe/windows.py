@@ -150,7 +150,8 @@ class TraceWindow:
             return ProfilerAction.WARMUP if step < schedule.warmup else ProfilerAction.RECORD
 
         try:
-            self._profiler = profile(activities=activities, schedule=action, profile_memory=True)
+            # acc_events: torch warns without it, though there is one cycle only.
+            self._profiler = profile(activities=activities, schedule=action, profile_memory=True, acc_events=True)
             self._profiler.start()
         except RuntimeError as error:
             self._profiler = None
