@@ -13,6 +13,7 @@ from workbench import Steps, classification, parameters
 
 from frameworm import Callback, RunRecord, Trainer
 from frameworm.distributed import OptimizedDataLoader
+from frameworm.engine.half_weights import HalfWeights
 from frameworm.engine.schedule import Schedule
 from frameworm.errors import TrainingInterruptedError
 from frameworm.records.schema import StepRecord
@@ -94,6 +95,40 @@ def test_captured_steps_are_the_eager_ones_for_200_steps(case: str) -> None:
     torch.testing.assert_close(parameters(captured_model), parameters(eager_model), **tolerance)
     for (name, found), wanted in zip(captured_model.named_buffers(), eager_model.buffers()):
         torch.testing.assert_close(found, wanted, **tolerance, msg=name)
+
+
+class Named(nn.Module):
+    """Says which of its parameters autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _net(0.2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+    def autocast_parameters(self) -> list[tuple[nn.Module, str]]:
+        linear = [module for module in self.inner.modules() if isinstance(module, nn.Linear)]
+        return [(module, name) for module in linear for name in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_kept_in_bf16_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, accumulation: int, optimizer: str, compiled: bool
+) -> None:
+    settings = {"mixed_precision": "bf16", "accumulation": accumulation, "compile_model": compiled}
+    kept, cast = Named(), Named()
+    record, kept_steps = _train(kept, "step", optimizer=optimizer, **settings)
+    assert record.captured_steps
+    with monkeypatch.context() as patch:
+        patch.setattr(HalfWeights, "of", classmethod(lambda *_: None))
+        _, cast_steps = _train(cast, "step", optimizer=optimizer, **settings)
+    assert [step.loss for step in kept_steps] == [step.loss for step in cast_steps]
+    assert torch.equal(parameters(kept), parameters(cast))
+    assert {item.dtype for item in kept.parameters()} == {torch.float32}
 
 
 def test_dropout_draws_new_masks_in_every_replay() -> None:
