@@ -192,6 +192,9 @@ class GPUConfig(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
         default="default", description="Mode handed to torch.compile."
     )
+    combine_kernels: bool = Field(
+        default=False, description="The compiler puts small kernels that do not depend on each other into one launch."
+    )
     use_flash_attention: bool | Literal["auto", "cudnn"] = Field(
         default="auto",
         description="false keeps attention off the flash kernels; cudnn prefers cuDNN's, faster on Hopper but slow to "

@@ -30,6 +30,7 @@ class Compiler:
             self.mode = None
         elif captured:
             self.mode = "max-autotune-no-cudagraphs" if self.mode == "max-autotune" else None
+        self._combines = gpu.combine_kernels
         self._earlier = 0
 
     def apply(self, model: nn.Module) -> None:
@@ -38,7 +39,13 @@ class Compiler:
             self._earlier = compilations_so_far()
             # As model.compile() does it, but from a frame of ours: the compiler passes over torch's own files, so that
             # an nn.Sequential would not be compiled at all.
-            model._compiled_call_impl = torch.compile(_called(model._call_impl), mode=self.mode)
+            call = _called(model._call_impl)
+            if self._combines:
+                # torch takes a mode or options, not both; a mode is a name for options.
+                options = dict(torch._inductor.list_mode_options(self.mode)) if self.mode else {}
+                model._compiled_call_impl = torch.compile(call, options={**options, "combo_kernels": True})
+            else:
+                model._compiled_call_impl = torch.compile(call, mode=self.mode)
 
     def uncompiled(self) -> AbstractContextManager[object]:
         """Inside it the model runs as written: for batches too few to be worth another compilation."""

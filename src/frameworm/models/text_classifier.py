@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from frameworm.errors import ModelError
 from frameworm.models.attention import packed_attention, sequence_of_tokens
-from frameworm.models.bias_gelu import cast_parameters, linear_gelu
 
 # Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
 _LARGEST_MEMBERSHIP = 2**26
@@ -102,7 +101,8 @@ class TextClassifier(nn.Module):
 
     def autocast_parameters(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters that autocast casts wherever they are read; see engine/half_weights."""
-        return cast_parameters(self)
+        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
+        return ((module, name) for module in linear for name in ("weight", "bias"))
 
     def _packed(self, input_ids: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
         texts = offsets.size(0) - 1 - -(-input_ids.size(0) // self.max_seq_len)
@@ -146,7 +146,7 @@ class EncoderLayer(nn.Module):
         else:
             mixed = self._packed_attention(normalised, offsets, max_length)
         hidden = hidden + self.dropout(mixed)
-        expanded = linear_gelu(self.norm_feedforward(hidden), self.expand)
+        expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
         result: Tensor = hidden + self.dropout(self.contract(expanded))
         return result
 
