@@ -4,7 +4,8 @@ Under autocast every matrix product casts its weight, and the weight's gradient 
 parameter and step, which a step that is replayed as one graph feels. Here the cast weights live on from step to step.
 Forward and backward read them in place of the parameters, and their gradients stay in half precision until the update
 takes them; it writes parameter and cast weight in one pass (adamw_kernel). All values are those of autocast, to the
-bit: what is cast, when it is rounded and what is added up in fp32 stays the same.
+bit: what is cast, when it is rounded and what is added up in fp32 stays the same. (A compiler may keep more digits of a
+gradient that is cast on the spot than bf16 has; kept in bf16 it is rounded once.)
 
 A model says which parameters autocast casts wherever it reads them: `autocast_parameters()` gives pairs of a module and
 the name of its parameter. Others, and those that several modules share, stay as they are.
