@@ -99,9 +99,7 @@ def analyse(points: Iterable[Point]) -> Analysis:
     for point in points:
         groups.setdefault((point.dataset, point.name, point.mode), []).append(point)
     alone = {dataset: sum(key[0] == dataset for key in groups) == 1 for dataset, _, _ in groups}
-    several_names = {
-        dataset: len({key[1] for key in groups if key[0] == dataset}) > 1 for dataset, _, _ in groups
-    }
+    several_names = {dataset: len({key[1] for key in groups if key[0] == dataset}) > 1 for dataset, _, _ in groups}
     curves = []
     for (dataset, name, mode), members in sorted(groups.items()):
         words = [dataset]
@@ -208,9 +206,11 @@ def _step_s(point: Point, basis: str) -> float | None:
         if len(steps) == len(point.measurements):
             return math.fsum(steps) / len(steps) * point.global_batch
     if basis == "samples_per_s" and point.global_batch:
-        return math.fsum(1 / (run.samples_per_s or 1.0) for run in point.measurements) / len(
-            point.measurements
-        ) * point.global_batch
+        return (
+            math.fsum(1 / (run.samples_per_s or 1.0) for run in point.measurements)
+            / len(point.measurements)
+            * point.global_batch
+        )
     return point.mean("step_s")
 
 

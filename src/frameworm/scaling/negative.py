@@ -108,8 +108,8 @@ def _too_little_work(base: Point, point: Point, model: StepModel) -> dict[str, s
         causes["slow_network"] = f"network too slow for {_size(sent)} of gradients per step"
     elif small_step and point.parameters is not None:
         causes["model_too_small"] = (
-            f"model too small ({_count(point.parameters)} parameters: a whole step on {_devices(base.world_size)} takes "
-            f"{_time(model, model.base_step)}, synchronising it {_time(model, model.synchronisation)})"
+            f"model too small ({_count(point.parameters)} parameters: a whole step on {_devices(base.world_size)} "
+            f"takes {_time(model, model.base_step)}, synchronising it {_time(model, model.synchronisation)})"
         )
     batch, before = point.device_batch, base.device_batch
     if batch is not None and (batch <= SMALL_BATCH or (before is not None and batch < before)):
@@ -123,9 +123,7 @@ def _too_little_work(base: Point, point: Point, model: StepModel) -> dict[str, s
     return causes
 
 
-def cause_in_words(
-    base: Point, point: Point, model: StepModel, causes: dict[str, str], serial: Interval | None
-) -> str:
+def cause_in_words(base: Point, point: Point, model: StepModel, causes: dict[str, str], serial: Interval | None) -> str:
     """One paragraph: compute per step against gradient volume against bandwidth, then the causes."""
     sent, speed = point.sent_bytes, _bus_bytes_per_s(point, model)
     seen = "" if model.measured else "about "

@@ -1,0 +1,252 @@
+"""What the comparison needs to know of one stored run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from frameworm.errors import RunFolderError
+from frameworm.records.estimate import known
+from frameworm.records.schema import EpochRecord, RunRecord
+from frameworm.records.store import RunFolder
+from frameworm.scaling.points import Measurement, Mode, Point
+
+# Settings that change the work of a sample or how it is computed; what is not here may differ within a curve.
+WORK_SETTINGS = (
+    "workload",
+    "data.dataset",
+    "data.limit",
+    "data.batching",
+    "data.balance",
+    "data.pad_to",
+    "data.vocab_size",
+    "training.optimizer",
+    "gpu.mixed_precision",
+    "gpu.compile_model",
+    "gpu.compile_mode",
+    "gpu.use_flash_attention",
+    "gpu.deterministic",
+    "gpu.capture",
+    "gpu.tf32",
+    "memory.activation_checkpointing",
+)
+# Settings of communication: they mean nothing to a run on one device.
+SENDING_SETTINGS = (
+    "parallel.strategy",
+    "parallel.backend",
+    "parallel.compression",
+    "parallel.sync_every",
+    "parallel.bucket_cap_mb",
+    "parallel.offload_optimizer",
+)
+# What the run was measured on; a device of another kind or another torch is another curve.
+PLACE_FACTS = ("device", "torch")
+_IGNORED_MODEL_KEYS = {"init_from"}
+
+Key = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run, its keys of comparison and its measurement."""
+
+    name: str  # its folder, from the root of the search
+    title: str  # the name in its config
+    status: str
+    dataset: str
+    record: RunRecord
+    config: Mapping[str, Any]
+    measurement: Measurement
+    work: Key
+    sending_settings: Key
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.record.batch.world_size
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per step over all processes."""
+        return self.record.batch.global_
+
+    @property
+    def device_batch(self) -> int | None:
+        """Samples per step on one device."""
+        return None if self.global_batch is None else self.global_batch // self.world_size
+
+    @property
+    def work_key(self) -> str:
+        """Equal for runs that do the same work per sample on the same kind of device."""
+        return repr((self.dataset, self.work))
+
+    @property
+    def sending_key(self) -> str:
+        """Equal for runs that communicate in the same way."""
+        return repr(self.sending_settings)
+
+    @property
+    def sending(self) -> str:
+        """The way of communicating in a word or two."""
+        values = dict(self.sending_settings)
+        words = [values.get("parallel.strategy"), values.get("parallel.compression")]
+        return " ".join(str(word) for word in words if word and word != "off")
+
+    def point(self, name: str, mode: Mode, measurements: Sequence[Measurement]) -> Point:
+        """The point of this run's world size, measured by several runs like it."""
+        record = self.record
+        model = self.config.get("model") or {}
+        compression = record.communication.compression
+        sent = record.communication.bytes_per_step
+        if compression is not None and compression.plain_bytes_per_step:
+            sent = compression.plain_bytes_per_step
+        on_cpu = (record.environment or {}).get("device") == "cpu"
+        length = model.get("max_seq_len")
+        return Point(
+            dataset=self.dataset,
+            world_size=self.world_size,
+            measurements=tuple(measurements),
+            name=name,
+            mode=mode,
+            micro_batch=record.batch.micro,
+            accumulation=record.batch.accumulation,
+            global_batch=self.global_batch,
+            parameters=record.parameters,
+            sequence_length=length if isinstance(length, int) else None,
+            gradient_bytes=sent or None,
+            model=model,
+            device=record.device,
+            strategy=record.strategy,
+            precision=record.precision,
+            cpus=(record.environment or {}).get("cpus_usable") if on_cpu else None,
+        )
+
+
+def read_run(folder: RunFolder, name: str, warmup: int) -> RunFacts:
+    """Read one run.
+
+    Args:
+        folder: Its folder.
+        name: What it is called in lists.
+        warmup: Epochs at its beginning that do not count.
+
+    Raises:
+        RunFolderError: Its summary or its table of epochs is damaged.
+    """
+    record = folder.read_summary()
+    if not isinstance(record.batch.world_size, int) or record.batch.world_size < 1:
+        raise RunFolderError(f"{folder.summary_json} does not say how many processes there were")
+    config = _read_config(folder)
+    epochs = folder.read_epochs() if folder.epochs_csv.exists() else record.epochs
+    counted, notes = _drop_warmup(epochs, warmup)
+    return RunFacts(
+        name=name,
+        title=str(config.get("name") or record.name),
+        status=record.status,
+        dataset=dataset_of(config, record),
+        record=record,
+        config=config,
+        measurement=measurement_of(record, counted, str(folder.path)),
+        work=_work_of(config, record),
+        sending_settings=tuple((key, _setting(config, key)) for key in SENDING_SETTINGS),
+        notes=tuple(notes),
+    )
+
+
+def measurement_of(record: RunRecord, epochs: Sequence[EpochRecord], run: str | None = None) -> Measurement:
+    """The measurement of a run.
+
+    Args:
+        record: Its record.
+        epochs: Those that count; none: the speed of the run's steps stands alone.
+        run: Its folder.
+    """
+    times = [epoch.epoch_time_s for epoch in epochs if epoch.epoch_time_s]
+    samples = [
+        float(round(epoch.samples_per_s * epoch.epoch_time_s))
+        for epoch in epochs
+        if epoch.samples_per_s and epoch.epoch_time_s
+    ]
+    epoch_s = math.fsum(times) / len(times) if times else None
+    epoch_samples = math.fsum(samples) / len(samples) if samples and len(samples) == len(times) else None
+    speed = epoch_samples / epoch_s if epoch_s and epoch_samples else known(record.throughput.samples_per_s)
+    phases = {name: phase.mean_s for name, phase in record.phases.items()}
+    spread = record.throughput.step_s
+    return Measurement(
+        epoch_s=epoch_s,
+        step_s=None if spread is None else known(spread.mean),
+        samples_per_s=speed,
+        tokens_per_s=known(record.throughput.tokens_per_s),
+        epoch_samples=epoch_samples,
+        epochs_s=tuple(times),
+        phases=phases,
+        communication_s=known(record.communication.total_s),
+        exposed_s=known(record.communication.exposed_s),
+        rank_wait_s=known(record.communication.rank_wait_s),
+        data_wait_s=known(phases.get("data_wait")),
+        train_loss=known(record.quality.train_loss),
+        val_loss=known(record.quality.val_loss),
+        val_accuracy=known(record.quality.val_accuracy),
+        run=run,
+    )
+
+
+def dataset_of(config: Mapping[str, Any], record: RunRecord) -> str:
+    """The data set, or what stands for it: a workload of the user's own brings its data along."""
+    workload = str(config.get("workload") or "")
+    if ":" in workload:
+        return str(config.get("name") or workload.rpartition(":")[2])
+    dataset = str(_setting(config, "data.dataset") or "") or record.name
+    return dataset.removeprefix("hf:").replace("/", "_")
+
+
+def differences(left: RunFacts, right: RunFacts) -> list[str]:
+    """What makes two runs incomparable, setting by setting."""
+    mine, other = dict(left.work), dict(right.work)
+    if left.world_size > 1 and right.world_size > 1:
+        mine, other = {**mine, **dict(left.sending_settings)}, {**other, **dict(right.sending_settings)}
+    return [
+        f"{key} is {mine.get(key)}, where the others have {other.get(key)}"
+        for key in dict.fromkeys([*mine, *other])
+        if mine.get(key) != other.get(key)
+    ]
+
+
+def _drop_warmup(epochs: Sequence[EpochRecord], warmup: int) -> tuple[list[EpochRecord], list[str]]:
+    counted = [epoch for epoch in epochs if epoch.epoch > warmup]
+    if counted or not epochs:
+        return counted, []
+    count = f"{len(epochs)} epoch{'s' if len(epochs) > 1 else ''}"
+    return list(epochs), [f"it has {count}, none beyond the {warmup} of warm-up: the warm-up counts"]
+
+
+def _work_of(config: Mapping[str, Any], record: RunRecord) -> Key:
+    model = config.get("model") or {}
+    facts = {key: _setting(config, key) for key in WORK_SETTINGS}
+    facts |= {f"model.{key}": value for key, value in sorted(model.items()) if key not in _IGNORED_MODEL_KEYS}
+    environment = record.environment or {}
+    facts |= {key: environment.get(key) for key in PLACE_FACTS}
+    facts["precision"] = record.precision
+    return tuple(facts.items())
+
+
+def _read_config(folder: RunFolder) -> dict[str, Any]:
+    """The stored config as plain values; a run without one (attached to a script) has none."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        values = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
