@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import guard, observe, scale, train, tune
+from frameworm.cli import guard, observe, scale, sweep, train, tune
 from frameworm.errors import FramewormError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 train.register(app)
 observe.register(app)
 scale.register(app)
+sweep.register(app)
 tune.register(app)
 guard.register(app)
 

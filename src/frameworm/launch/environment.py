@@ -180,6 +180,11 @@ def ask_for_deterministic_cublas() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def all_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A copy of the variables, for those who judge them."""
+    return dict(os.environ if environ is None else environ)
+
+
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
     return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0

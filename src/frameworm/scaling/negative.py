@@ -130,8 +130,8 @@ def cause_in_words(base: Point, point: Point, model: StepModel, causes: dict[str
     volume = "" if sent is None else f" of {_size(sent)} of gradients"
     rate = "" if speed is None else f" ({_size(speed)}/s on each link)"
     words = (
-        f"{point.world_size} devices train {1 / (model.ideal * model.growth) * model.step / model.base_step:.2g} times "
-        f"as slowly as {base.world_size}: a step computes {_time(model, model.compute)} on each device and then waits "
+        f"{point.world_size} devices train at {model.ideal * model.growth * model.base_step / model.step:.2f} of the "
+        f"speed of {base.world_size}: a step computes {_time(model, model.compute)} on each device and then waits "
         f"{seen}{_time(model, model.synchronisation)} for the synchronisation{volume}{rate}; "
     )
     words += "; ".join(causes.values())

@@ -1,0 +1,105 @@
+"""`scale`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+from frameworm.config.load import load_config
+
+if TYPE_CHECKING:
+    from frameworm.tune.sweep import SweepResult
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("scale")(scale)
+
+
+def scale(
+    config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
+    world_sizes: str = typer.Option(..., "--world-sizes", help="Numbers of processes, such as 1,2,4."),
+    weak: bool = typer.Option(
+        False,
+        "--weak/--strong",
+        help="Strong: one global batch, shared out among the processes. Weak: each process keeps its batch.",
+    ),
+    repeats: int = typer.Option(3, min=1, help="Runs of each world size, in turns; two or more give intervals."),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="Change a setting of every run: --set training.epochs=3"
+    ),
+    out: Optional[Path] = typer.Option(None, help="Folder of the sweep; scaling/<name> unless given."),  # noqa: UP045
+    resume: bool = typer.Option(False, "--resume", help="Go on with the sweep in --out; completed runs are kept."),
+    warmup: int = typer.Option(1, min=0, help="Epochs at the beginning of each run that do not count."),
+    nproc_per_node: Optional[int] = typer.Option(  # noqa: UP045
+        None, min=1, help="In a SLURM allocation: most processes on one host; its GPUs, or one, unless given."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print scaling.json instead of tables."),
+) -> None:
+    """Train on several numbers of processes and say how far it scales, and why not further.
+
+    Runs are made in turns, so that a busy machine disturbs all world sizes alike. In a SLURM allocation of several
+    hosts they are started with srun on its hosts. Writes scaling.json, tables and figures. Exit code 1: a run failed.
+
+    Example: frameworm scale --config configs/quickstart.yaml --world-sizes 1,2
+
+    Weak scaling, two runs each: frameworm scale --config F --world-sizes 1,2,4 --weak --repeats 2 --out sweep
+    """
+    from frameworm.tune.sweep_plan import SweepPlan, parse_world_sizes
+
+    sizes = parse_world_sizes(world_sizes)
+    loaded = load_config(config, settings)
+    from frameworm.launch.allocation import find_allocation
+    from frameworm.tune.sweep import run_sweep
+
+    allocation = find_allocation()
+    if allocation is not None and len(allocation.hosts) == 1:
+        allocation = None  # this machine is the host
+    plan = SweepPlan(loaded, sizes, "weak" if weak else "strong", repeats, tuple(settings))
+    with _telling() as tell:
+        result = run_sweep(
+            plan,
+            out or Path("scaling") / loaded.name,
+            resume=resume,
+            warmup=warmup,
+            allocation=allocation,
+            per_host=nproc_per_node,
+            tell=tell,
+        )
+    _show(result, as_json)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """What goes on: a line that changes on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("scale") as status:
+        yield status.update
+
+
+def _show(result: SweepResult, as_json: bool) -> None:
+    from frameworm.report.sweep_text import render_analysis
+    from frameworm.tune.sweep import RESULT_NAME
+
+    if as_json:
+        print((result.out / RESULT_NAME).read_text(encoding="utf-8"), end="")
+    else:
+        print(render_analysis(result.analysis), end="")
+        for note in result.notes:
+            print(f"note        {note}")
+        for item in result.collection.excluded:
+            print(f"{item.kind}: {item.run}: {item.reason}")
+        print(f"\n{len(result.files) + 1} files in {result.out}: {RESULT_NAME}, report.html, ...")
+    for run in result.failed:
+        print(f"frameworm: {run.folder} failed: {run.reason} (see {result.out / run.folder}.log)", file=sys.stderr)

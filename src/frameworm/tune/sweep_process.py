@@ -1,0 +1,109 @@
+"""One training of a sweep, as a process of its own that ends with the sweep."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
+
+_PR_SET_PDEATHSIG = 1
+STOP_GRACE_S = 45.0  # the launcher gives its workers 30 s to save
+_LAST_LINES = 200
+
+
+class _Stopped(BaseException):
+    """A signal told the sweep to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) -> tuple[int, str]:
+    """Run a command to its end, its output in a file.
+
+    Args:
+        command: Program and arguments.
+        log: Takes stdout and stderr.
+        keep_open: A file that stays open in the process, so that a lock on it lasts as long as the process does.
+
+    Returns:
+        Exit code (negative: a signal), and the last line it said.
+
+    Raises:
+        TrainingInterruptedError: Ctrl-C; the process has ended.
+        TrainingPreemptedError: SIGTERM; the process has ended.
+    """
+    with log.open("wb") as output, _signals_raise():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C reaches it through us, once
+            pass_fds=() if keep_open is None else (keep_open,),
+            preexec_fn=_end_with_parent(),
+        )
+        try:
+            code = process.wait()
+        except _Stopped as stop:
+            _stop(process, stop.number)
+            again = "go on with it by --resume"
+            if stop.number == signal.SIGINT:
+                raise TrainingInterruptedError(f"interrupted: completed runs are kept; {again}") from None
+            raise TrainingPreemptedError(f"told to stop: completed runs are kept; {again}") from None
+        except BaseException:
+            _stop(process, signal.SIGTERM)
+            raise
+    return code, _last_line(log)
+
+
+def _stop(process: subprocess.Popen[bytes], number: int) -> None:
+    """Pass a signal on; what has not ended in time is killed with all its kin."""
+    with suppress(ProcessLookupError):
+        process.send_signal(number)
+    with suppress(subprocess.TimeoutExpired, _Stopped):
+        process.wait(STOP_GRACE_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM come out as an exception; the handlers before are put back."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Have the kernel send the process SIGTERM when the sweep dies without a chance to stop it."""
+    if sys.platform != "linux":
+        return None
+    # Found before the fork: afterwards nothing may be imported or allocated that another thread could hold.
+    control = ctypes.CDLL(None).prctl
+    return lambda: control(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) and None
+
+
+def _last_line(log: Path) -> str:
+    """What the process said last; progress that overwrites itself counts as its last state."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        last = deque((line.strip() for line in lines if line.strip()), maxlen=_LAST_LINES)
+    return last[-1].rpartition("\r")[2] if last else "it said nothing"
