@@ -48,7 +48,7 @@ class StepModel:
             volume: Factor on the gradients' bytes.
             hidden: Share of compute behind which communication goes on.
         """
-        before = work * self._compute(batch / self.ideal) + batch * (self.base_step - self.base_compute)
+        before = work * self._base_compute(batch) + batch * (self.base_step - self.base_compute)
         return self.ideal * before / self.step_after(batch, work, volume, hidden)
 
     def step_after(self, batch: float = 1.0, work: float = 1.0, volume: float = 1.0, hidden: float = 0.0) -> float:
@@ -57,13 +57,26 @@ class StepModel:
         exposed = max(self.synchronisation * volume - hidden * compute, 0.0)
         return compute + batch * (self.step - self.compute - self.synchronisation) + exposed
 
+    @property
+    def shares_something(self) -> bool:
+        """Computing a part of the batch took as long as the whole: the processes share cores or a device."""
+        return self.ideal < 1.0 and self.compute >= self.base_compute
+
     def _compute(self, batch: float) -> float:
-        """Compute of one device at a multiple of the larger world's batch per device."""
-        if self.ideal >= 1.0 or self.compute >= self.base_compute:
-            return self.compute * batch  # nothing shows a part that does not grow
-        slope = (self.base_compute - self.compute) / (1 / self.ideal - 1)
-        slope = min(slope, self.compute)
-        return self.compute + slope * (batch - 1)
+        """Compute of one device of the larger world at a multiple of its batch."""
+        return self.compute + self._slope() * (batch - 1)
+
+    def _base_compute(self, batch: float) -> float:
+        """The same of the base, at a multiple of its own batch."""
+        if self.ideal >= 1.0 or self.shares_something:
+            return self.base_compute * batch
+        return self._compute(batch / self.ideal)
+
+    def _slope(self) -> float:
+        """Compute that comes with one more batch per device; without two batches to tell, all of it does."""
+        if self.ideal >= 1.0 or self.shares_something:
+            return self.compute
+        return min((self.base_compute - self.compute) / (1 / self.ideal - 1), self.compute)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.scaling.enough_work import Change as Change
-from frameworm.scaling.enough_work import StepModel, describe_change, larger_model, model_step
+from frameworm.scaling.enough_work import LARGEST_FACTOR, StepModel, describe_change, larger_model, model_step
 from frameworm.scaling.enough_work import suggest_change as suggest_change
 from frameworm.scaling.losses import Losses
 from frameworm.scaling.network import bus_share
@@ -77,22 +77,31 @@ def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> di
 
     Where communication was not measured, all that a step takes beyond its fair share of compute counts as such.
     """
-    causes: dict[str, str] = {}
-    if _told(losses.stragglers, losses):
-        causes["stragglers"] = f"ranks wait for the slowest one for {losses.stragglers:.0%} of the step"
-    if _told(losses.input, losses):
-        causes["input"] = f"batches come too late ({losses.input:.0%} of the step)"
-    if model.compute > model.base_compute and point.mean("compute_s") is not None:
-        cores = f" {point.cpus} cores" if point.cpus else " something"
-        causes["shared_device"] = (
-            f"computing the smaller share takes longer ({_time(model, model.compute)}) than the whole did "
-            f"({_time(model, model.base_compute)}): the processes share{cores}"
+    found: list[tuple[float, dict[str, str]]] = []
+    if losses.stragglers is not None and _told(losses.stragglers, losses):
+        text = f"ranks wait for the slowest one for {losses.stragglers:.0%} of the step"
+        found.append((losses.stragglers, {"stragglers": text}))
+    if losses.input is not None and _told(losses.input, losses):
+        found.append((losses.input, {"input": f"batches come too late ({losses.input:.0%} of the step)"}))
+    if model.shares_something and point.mean("compute_s") is not None:
+        text = (
+            f"computing a part of the batch takes longer ({_time(model, model.compute)}) than the whole did "
+            f"({_time(model, model.base_compute)}): the processes share {_shared(point)}"
         )
+        found.append((losses.other, {"shared_device": text}))
     if losses.communication is None or _told(losses.communication, losses) or _told(losses.smaller_batch, losses):
-        causes.update(_too_little_work(base, point, model))
-    if not causes:
-        causes["unexplained"] = "no phase explains it: the lost time lies outside of what was measured"
+        lost = losses.total if losses.communication is None else losses.communication + (losses.smaller_batch or 0.0)
+        found.append((lost, _too_little_work(base, point, model)))
+    if not found:
+        return {"unexplained": "no phase explains it: the lost time lies outside of what was measured"}
+    causes: dict[str, str] = {}
+    for _, texts in sorted(found, key=lambda item: -item[0]):
+        causes.update(texts)
     return causes
+
+
+def _shared(point: Point) -> str:
+    return f"{point.cpus} cores" if point.cpus else "a device or the host"
 
 
 def _told(part: float | None, losses: Losses) -> bool:
@@ -148,6 +157,12 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
     if change is not None:
         knob, value = next(iter(change.settings.items()), ("", None))
         found.append(Remedy(knob, value, change.text))
+    else:
+        found.append(Remedy("", None, f"no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"))
+    if model.shares_something and point.mean("compute_s") is not None:
+        found.append(
+            Remedy("", None, f"give each process cores or a device of its own: now they share {_shared(point)}")
+        )
     twin = larger_model(point)
     if twin is not None and point.global_batch is not None:
         settings, work, volume = twin
