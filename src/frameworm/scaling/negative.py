@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
-from frameworm.scaling.enough_work import Change as Change
 from frameworm.scaling.enough_work import LARGEST_FACTOR, StepModel, describe_change, larger_model, model_step
+from frameworm.scaling.enough_work import Change as Change
 from frameworm.scaling.enough_work import suggest_change as suggest_change
 from frameworm.scaling.losses import Losses
 from frameworm.scaling.network import bus_share
@@ -158,7 +158,8 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
         knob, value = next(iter(change.settings.items()), ("", None))
         found.append(Remedy(knob, value, change.text))
     else:
-        found.append(Remedy("", None, f"no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"))
+        text = f"no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"
+        found.append(Remedy("", None, text))
     if model.shares_something and point.mean("compute_s") is not None:
         found.append(
             Remedy("", None, f"give each process cores or a device of its own: now they share {_shared(point)}")
