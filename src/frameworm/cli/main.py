@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import guard, observe, scale, sweep, train, tune
+from frameworm.cli import guard, observe, report, scale, sweep, train, tune
 from frameworm.errors import FramewormError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ scale.register(app)
 sweep.register(app)
 tune.register(app)
 guard.register(app)
+report.register(app)
 
 
 def _version(wanted: bool) -> None:

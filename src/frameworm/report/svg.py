@@ -6,7 +6,7 @@ Colours come from CSS classes, so that one drawing serves light and dark pages. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -26,6 +26,8 @@ class Line:
     points: Sequence[Point]
     css_class: str
     dots: bool = False
+    texts: Sequence[str] = ()  # for each dot what is shown when it is pointed at
+    spans: Sequence[tuple[float, float] | None] = ()  # for each point the ends of its interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def line_chart(
     y_top: float | None = None,
     whole_x: bool = True,
     marks: Sequence[Mark] = (),
+    x_names: Sequence[tuple[float, str]] = (),
 ) -> Markup:
     """Curves over an x axis, or nothing if no curve has a point.
 
@@ -125,20 +128,26 @@ def line_chart(
         y_top: A value the y axis reaches at least.
         whole_x: Whether ticks of the x axis must be whole numbers.
         marks: Places to point at, drawn over the curves.
+        x_names: Ticks of the x axis and what they are called, instead of round numbers; there is room at both ends.
     """
     known: list[Point] = [(x, y) for line in lines for x, y in line.points if _drawable(y)]
     if not known:
         return Markup("")
     known += [(mark.x, mark.y) for mark in marks]
+    known += [(known[0][0], end) for line in lines for span in line.spans if span is not None for end in span]
     heights = [y if y_limit is None else min(y, y_limit) for _, y in known if y is not None]
     first, last = min(x for x, _ in known), max(x for x, _ in known)
     if 0 < first <= 0.05 * last or first == last:
         first = 0.0
-    x_ticks = nice_ticks(first, last, whole=whole_x)
+    names: dict[float, str] = dict(x_names)
+    if names:
+        margin = 0.06 * (max(names) - min(names)) or 0.5
+        first, last = min(names) - margin, max(names) + margin
+    x_ticks = sorted(names) if names else nice_ticks(first, last, whole=whole_x)
     y_ticks = nice_ticks(0.0 if from_zero else min(heights), max([*heights, *([] if y_top is None else [y_top])]))
     x_axis = _Axis(first, last if first < last else x_ticks[-1], _LEFT, WIDTH - _RIGHT)
     y_axis = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
-    parts = [_frame(x_axis, y_axis, x_ticks, y_ticks, x_label, y_label)]
+    parts = [_frame(x_axis, y_axis, x_ticks, y_ticks, x_label, y_label, names)]
     parts += [_curve(line, x_axis, y_axis) for line in lines]
     parts += [_mark(mark, x_axis, y_axis) for mark in marks]
     return drawing(HEIGHT, title, "".join(parts))
@@ -178,7 +187,13 @@ def drawing(height: float, title: str, content: str) -> Markup:
 
 
 def _frame(
-    x_axis: _Axis, y_axis: _Axis, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str, y_label: str
+    x_axis: _Axis,
+    y_axis: _Axis,
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    x_label: str,
+    y_label: str,
+    x_names: Mapping[float, str],
 ) -> str:
     """Grid, ticks, their labels and the names of the axes."""
     pieces = []
@@ -195,9 +210,8 @@ def _frame(
         x = x_axis.at(value)
         pieces.append(f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 4}"/>')
         anchor = "end" if x > right - 16 else "middle"
-        pieces.append(
-            f'<text x="{min(x, right):.1f}" y="{bottom + 18}" text-anchor="{anchor}">{tick_label(value, x_step)}</text>'
-        )
+        name = escape(x_names[value]) if x_names else tick_label(value, x_step)
+        pieces.append(f'<text x="{min(x, right):.1f}" y="{bottom + 18}" text-anchor="{anchor}">{name}</text>')
     pieces.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
     middle_y = (bottom + _TOP) / 2
     pieces.append(f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
@@ -210,8 +224,9 @@ def _frame(
 def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
     runs: list[list[str]] = [[]]
     marks = []
+    whiskers = []
     dots = []
-    for x, y in line.points:
+    for index, (x, y) in enumerate(line.points):
         if y is None or not math.isfinite(y):
             runs.append([])
             continue
@@ -220,7 +235,12 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
         if y > y_axis.high:
             marks.append(f"M{across - 4:.1f},{up + 1:.1f}h8l-4,-7z")
         if line.dots:
-            dots.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5"/>')
+            text = f"<title>{escape(line.texts[index])}</title>" if line.texts else ""
+            dots.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5">{text}</circle>')
+        span = line.spans[index] if line.spans else None
+        if span is not None:
+            low, high = (y_axis.at(min(max(end, y_axis.low), y_axis.high)) for end in span)
+            whiskers.append(f"M{across - 4:.1f},{low:.1f}h8m-4,0V{high:.1f}m-4,0h8")
     shapes = []
     for run in runs:
         if len(run) > 1:
@@ -228,6 +248,8 @@ def _curve(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
         elif run and not line.dots:
             x_text, y_text = run[0].split(",")
             shapes.append(f'<circle cx="{x_text}" cy="{y_text}" r="2"/>')
+    if whiskers:
+        shapes.append(f'<path class="whisker" d="{"".join(whiskers)}"/>')
     spacing = max(1, math.ceil(len(marks) / _MOST_MARKS))
     if marks:
         shapes.append(f'<path class="beyond" d="{"".join(marks[::spacing])}"/>')

@@ -1,0 +1,73 @@
+"""`report`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+from frameworm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from frameworm.report.scaling_report import WrittenReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("report", context_settings={"allow_extra_args": True})(report)
+
+
+def report(
+    context: typer.Context,
+    root: Path = typer.Option(Path("experiments"), help="Folder with the runs, at any depth."),
+    out: Path = typer.Option(Path("plots"), help="Folder for the report."),
+    warmup: int = typer.Option(1, min=0, help="Epochs at the start of each run to leave out."),
+    datasets: Optional[list[str]] = typer.Option(  # noqa: UP045
+        None, metavar="NAME...", help="Data sets to take; all unless given."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the table as JSON."),
+) -> None:
+    """Write tables, figures and a page about how the runs in a folder scale.
+
+    Exit code 3: no run can be compared with another; the report says why.
+
+    Example: frameworm report --root experiments --out plots --warmup 1 --datasets IMDB AGNews
+    """
+    from frameworm.report.scaling_report import write_report
+
+    names = _names(datasets, context.args)
+    written = write_report(root, out, warmup, names)
+    print(_json(written) if as_json else _text(written, out), end="")
+    if not any(len(item.rows) > 1 for table in written.report.datasets for item in table.configurations):
+        print("frameworm: no two world sizes can be compared; the report says why", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+def _names(datasets: list[str] | None, more: Sequence[str]) -> list[str] | None:
+    """Names after --datasets, which may be several after one another."""
+    unknown = next((word for word in more if word.startswith("-")), None)
+    if unknown is not None:
+        raise ConfigError(f"no such option: {unknown}; `frameworm report --help` lists them")
+    if more and not datasets:
+        raise ConfigError(f"unexpected argument {more[0]}; the folder with the runs is given with --root")
+    return [*(datasets or ()), *more] or None
+
+
+def _text(written: WrittenReport, out: Path) -> str:
+    from frameworm.report.scaling_text import render_scaling
+
+    listed = " ".join(path.name for path in written.files)
+    return f"{render_scaling(written.report)}\nwritten to {out}: {listed}\n"
+
+
+def _json(written: WrittenReport) -> str:
+    import dataclasses
+
+    from frameworm.records.schema import json_ready
+
+    data = {**dataclasses.asdict(written.report), "files": [str(path) for path in written.files]}
+    return json.dumps(json_ready(data)) + "\n"
