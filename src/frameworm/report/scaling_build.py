@@ -73,13 +73,18 @@ def _dataset(
         alone = len(curve.rows) == 1
         rows = [_row(row, None if row is curve.base else curve.base.point, root, alone=alone) for row in curve.rows]
         serial = None if curve.serial_fraction is None else _measure(curve.serial_fraction)
-        configurations.append(Configuration(label, curve.mode, tuple(rows), serial, curve.notes))
+        configurations.append(Configuration(label, curve.mode, tuple(rows), serial, _notes(curve)))
         for row in curve.rows:
             found = [epochs.get(run.run or "", ()) for run in row.point.measurements]
             epoch_curves.append(_epoch_curve(index, row.world_size, found))
     on_gpu = any(str(row.point.device or "").startswith("cuda") for curve in curves for row in curve.rows)
     unit = "GPU" if on_gpu else "process"
     return DatasetTable(dataset, shown_name(dataset), stem, unit, warmup, tuple(configurations), tuple(epoch_curves))
+
+
+def _notes(curve: analysis.Curve) -> tuple[str, ...]:
+    """What the analysis adds; of a single run it knows no interval, but here its epochs give one."""
+    return tuple(note for note in curve.notes if "run once" not in note)
 
 
 def _labels(curves: Sequence[analysis.Curve]) -> list[str]:
@@ -93,10 +98,7 @@ def _labels(curves: Sequence[analysis.Curve]) -> list[str]:
         else:
             batch = f"{point.device_batch} samples per device" if point.device_batch else "weak scaling"
         labels.append(plain(curve.name) if named and curve.name else batch)
-    for index, label in enumerate(labels):
-        if labels.count(label) > 1:
-            labels[index] = f"{label} ({curves[index].mode})"
-    return labels
+    return [f"{label}, {curve.mode}" if labels.count(label) > 1 else label for label, curve in zip(labels, curves)]
 
 
 def _row(row: analysis.Row, base: Point | None, root: str, *, alone: bool) -> Row:
@@ -116,7 +118,7 @@ def _row(row: analysis.Row, base: Point | None, root: str, *, alone: bool) -> Ro
         micro_batch=point.micro_batch,
         accumulation=point.accumulation,
         epoch_times_s=tuple(times),
-        epoch_time_s=_mean(times if over == OVER_EPOCHS else point.values("epoch_s")),
+        epoch_time_s=_positive_mean(times if over == OVER_EPOCHS else point.values("epoch_s")),
         samples_per_s=_speed(point, over),
         speedup=speedup,
         efficiency=efficiency,
@@ -128,7 +130,7 @@ def _row(row: analysis.Row, base: Point | None, root: str, *, alone: bool) -> Ro
         serial_fraction=row.serial_fraction,
         losses={} if row.losses is None else {name: row.losses.parts[name] for name in LOSSES},
         cause=_cause(row),
-        recommendation=_recommendation(row, alone=alone),
+        recommendation=_recommendation(row, speedup, alone=alone),
     )
 
 
@@ -141,10 +143,10 @@ def _below(root: str, run: str | None) -> str:
 
 def _speed(point: Point, over: str) -> Measure | None:
     """Samples per second; of one run, as uncertain as the time of its epochs."""
-    speed = _mean(point.values("samples_per_s"))
-    if speed is None or over != OVER_EPOCHS:
-        return speed
-    return _widened(speed, _margin([point.measurements[0].epochs_s]))
+    values = point.values("samples_per_s")
+    if not values or over != OVER_EPOCHS:
+        return _positive_mean(values)
+    return _widened(Measure(values[0]), _margin([point.measurements[0].epochs_s]))
 
 
 def _cause(row: analysis.Row) -> str:
@@ -155,9 +157,17 @@ def _cause(row: analysis.Row) -> str:
     return f"{row.losses.parts[row.losses.largest]:.0%} of the step is lost to {row.limit}"
 
 
-def _recommendation(row: analysis.Row, *, alone: bool) -> str:
+def _recommendation(row: analysis.Row, speedup: Measure | None, *, alone: bool) -> str:
     if alone:
         return "run it on another world size too: `frameworm scale` does both"
+    advice = _advice(row)
+    if speedup is not None and speedup.low is not None and speedup.high is not None:
+        if speedup.low < 1 < speedup.high:
+            return f"repeat the runs first: whether it is faster at all is not certain; then: {advice}"
+    return advice
+
+
+def _advice(row: analysis.Row) -> str:
     if row.finding is not None:
         texts = [remedy.text for remedy in row.finding.remedies]
         return plain("; or ".join(texts)) or "train on fewer devices"
@@ -180,6 +190,12 @@ def _measure(interval: Interval) -> Measure:
 def _mean(values: Sequence[float]) -> Measure | None:
     interval = mean_interval(values)
     return None if interval is None else _measure(interval)
+
+
+def _positive_mean(values: Sequence[float]) -> Measure | None:
+    """The mean of times or speeds, with an interval that never falls below zero."""
+    mean = _mean(values)
+    return None if mean is None else _widened(Measure(mean.mean), _margin([values]))
 
 
 def _epochs_margin(base: Point, point: Point) -> float | None:

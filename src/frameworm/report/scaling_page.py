@@ -114,7 +114,7 @@ def _configuration(table: DatasetTable, item: Configuration) -> ConfigurationVie
     return ConfigurationView(
         item.label,
         item.mode,
-        tuple(scaling_text.row_cells(table, row) for row in item.rows),
+        tuple(scaling_text.row_cells(row) for row in item.rows),
         tuple(
             (scaling_text.size_text(table, row), row.status, row.cause, row.recommendation)
             for row in item.rows

@@ -153,7 +153,8 @@ def _curve(axes: Axes, index: int, label: str, rows: Sequence[Row], pick: Callab
 def _look(index: int) -> dict[str, Any]:
     return {
         "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
+        # After the last colour the markers are shifted, so that no two of 49 look alike.
+        "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)],
     }
 
@@ -175,7 +176,7 @@ def _from_zero(axes: Axes, measures: Sequence[Measure | None], least: float = 0.
 
 
 def _epoch_time(table: DatasetTable) -> Figure:
-    figure, (bars, curves) = _figure(table, "epoch time", 2, len(table.curves))
+    figure, (bars, curves) = _figure(table, "epoch time", 2, _epoch_entries(table))
     sizes = table.world_sizes
     width = 0.8 / max(len(table.configurations), 1)
     for index, item in enumerate(table.configurations):
@@ -189,7 +190,7 @@ def _epoch_time(table: DatasetTable) -> Figure:
             bars.bar(place, mean.mean, width * 0.9, color=colour, alpha=0.45, edgecolor=colour, linewidth=0.8)
             bars.errorbar(place, mean.mean, yerr=_bars([mean]), color=_INK, capsize=2.5, elinewidth=1.0)
             spread = [place + width * 0.3 * _aside(number) for number in range(len(row.epoch_times_s))]
-            bars.plot(spread, row.epoch_times_s, ".", color=_INK, markersize=2.0)
+            bars.plot(spread, row.epoch_times_s, ".", color=_INK, markersize=1.4)
     bars.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     bars.set_xlim(-0.6, len(sizes) - 0.4)
     bars.grid(axis="x", visible=False)
@@ -235,11 +236,27 @@ def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], S
         drawn = True
         look = _look(sizes.index(curve.world_size))
         look["linestyle"] = DASHES[curve.configuration % len(DASHES)]
-        axes.plot(curve.epochs, values, label=table.curve_label(curve), **look, markersize=5.0 if index == 0 else 3.0)
+        axes.plot(curve.epochs, values, **look, markersize=5.0 if index == 0 else 3.0)
+    if drawn:
+        _explain_epochs(axes, table)
     axes.set_xlabel("epoch")
     axes.set_xlim(left=0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     return drawn
+
+
+def _explain_epochs(axes: Axes, table: DatasetTable) -> None:
+    """Entries for the legend: colours are world sizes; dashes are configurations, where there are several."""
+    for index, size in enumerate(table.world_sizes):
+        axes.plot([], [], label=table.size_label(size), **{**_look(index), "linestyle": "-"}, markersize=3.0)
+    if len(table.configurations) > 1:
+        for index, item in enumerate(table.configurations):
+            axes.plot([], [], label=item.label, color=_SOFT, linestyle=DASHES[index % len(DASHES)])
+
+
+def _epoch_entries(table: DatasetTable) -> int:
+    several = len(table.configurations)
+    return len(table.world_sizes) + (several if several > 1 else 0)
 
 
 def _speedup_efficiency(table: DatasetTable) -> Figure:
@@ -307,7 +324,7 @@ def _ideal(axes: Axes, index: int, item: Configuration) -> None:
 
 def _accuracy(table: DatasetTable) -> Figure:
     """Accuracy over the epochs; of a task that has none the validation loss, or else the training loss."""
-    figure, (axes,) = _figure(table, "accuracy", 1, len(table.curves))
+    figure, (axes,) = _figure(table, "accuracy", 1, _epoch_entries(table))
     name = "validation accuracy"
     if not _draw_epochs(axes, table, lambda curve: curve.val_accuracy):
         name = "validation loss"

@@ -104,9 +104,13 @@ class DatasetTable:
         """What a world size counts, of several."""
         return {"process": "processes"}.get(self.unit, f"{self.unit}s")
 
+    def size_label(self, world_size: int) -> str:
+        """A world size with what it counts."""
+        return f"{world_size} {self.unit if world_size == 1 else self.units}"
+
     def curve_label(self, curve: EpochCurve) -> str:
         """What tells a curve from the others."""
-        size = f"{curve.world_size} {self.unit if curve.world_size == 1 else self.units}"
+        size = self.size_label(curve.world_size)
         return size if len(self.configurations) == 1 else f"{size}, {self.configurations[curve.configuration].label}"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from frameworm.report.layout import field, heading, table
 from frameworm.report.scaling_table import OVER_EPOCHS, Configuration, DatasetTable, Measure, Row, ScalingReport
-from frameworm.report.tables import number, seconds
+from frameworm.report.tables import number, plain
 
 WIDTH = 100
+_TABLE_WIDTH = 200  # a status is never broken in two
 HEADER = ("world size", "runs", "batch", "epoch time", "samples/s", "speedup", "efficiency", "accuracy", "status")
 
 
@@ -21,7 +22,8 @@ def render_scaling(report: ScalingReport, width: int = WIDTH) -> str:
         lines.append("")
         lines += heading("Not taken in", width)
         for item in report.left_out:
-            lines += field(item.kind, f"{item.run}: {item.reason}", width)
+            lines.append(f"{plain(item.run)} ({item.kind})")
+            lines += field("", plain(item.reason), width)
     if report.datasets:
         lines.append("")
         for note in report.notes:
@@ -75,7 +77,7 @@ def _dataset(dataset: DatasetTable, width: int) -> list[str]:
 
 def _configuration(dataset: DatasetTable, configuration: Configuration, width: int) -> list[str]:
     lines = [f"{configuration.label}, {configuration.mode} scaling"]
-    lines += table([HEADER, *(row_cells(dataset, row) for row in configuration.rows)], width)
+    lines += table([HEADER, *(row_cells(row) for row in configuration.rows)], _TABLE_WIDTH)
     for row in configuration.rows:
         if row.cause or row.recommendation:
             text = f"{row.status}. " + ". ".join(_sentence(part) for part in (row.cause, row.recommendation) if part)
@@ -88,7 +90,9 @@ def _configuration(dataset: DatasetTable, configuration: Configuration, width: i
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".")
+    """The text with a capital, unless it begins with the name of a setting."""
+    first = text.split(" ", 1)[0]
+    return (text if "." in first else text[:1].upper() + text[1:]).rstrip(".")
 
 
 def size_text(dataset: DatasetTable, row: Row) -> str:
@@ -105,14 +109,14 @@ def serial_text(serial: Measure) -> str:
     return text
 
 
-def row_cells(dataset: DatasetTable, row: Row) -> tuple[str, ...]:
+def row_cells(row: Row) -> tuple[str, ...]:
     """One row of the table, in the order of `HEADER`."""
     accuracy = "" if row.val_accuracy is None else f"{row.val_accuracy.mean:.2%}"
     return (
         str(row.world_size),
         str(len(row.runs)),
         "" if row.global_batch is None else str(row.global_batch),
-        "" if row.epoch_time_s is None else seconds(row.epoch_time_s.mean) + _plus_minus(row.epoch_time_s),
+        "" if row.epoch_time_s is None else f"{number(row.epoch_time_s.mean)} s" + _plus_minus(row.epoch_time_s),
         "" if row.samples_per_s is None else number(row.samples_per_s.mean) + _plus_minus(row.samples_per_s),
         "" if row.speedup is None else f"{row.speedup.mean:.2f}{interval(row.speedup, '{:.2f}')}",
         "" if row.efficiency is None else f"{row.efficiency.mean:.1%}",
@@ -125,10 +129,13 @@ def interval(measure: Measure, form: str) -> str:
     """Both ends in brackets; nothing where they are unknown."""
     if measure.low is None or measure.high is None:
         return ""
-    return f" [{form.format(measure.low)}, {form.format(measure.high)}]"
+    high = "..." if measure.mean > 0 and measure.high > 100 * measure.mean else form.format(measure.high)
+    return f" [{form.format(measure.low)}, {high}]"
 
 
 def _plus_minus(measure: Measure) -> str:
-    if measure.high is None or measure.mean == 0:
+    """The wider side of the interval as a share of the mean."""
+    if measure.high is None or measure.mean <= 0:
         return ""
-    return f" ±{(measure.high - measure.mean) / measure.mean:.1%}"
+    part = (measure.high - measure.mean) / measure.mean
+    return f" ±{part:.1%}" if part < 0.1 else f" ±{part:.0%}" if part < 1 else " ±>100%"

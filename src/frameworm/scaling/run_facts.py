@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +143,9 @@ def read_run(folder: RunFolder, name: str, warmup: int) -> RunFacts:
         raise RunFolderError(f"{folder.summary_json} does not say how many processes there were")
     config = _read_config(folder)
     epochs = folder.read_epochs() if folder.epochs_csv.exists() else record.epochs
+    for epoch in epochs:
+        if (known(epoch.epoch_time_s) or 0.0) <= 0:
+            raise RunFolderError(f"{folder.path}: epoch {epoch.epoch} has {epoch.epoch_time_s} as epoch_time_s")
     counted, notes = _drop_warmup(epochs, warmup)
     return RunFacts(
         name=name,
@@ -176,7 +178,7 @@ def measurement_of(record: RunRecord, epochs: Sequence[EpochRecord], run: str | 
     epoch_s = math.fsum(times) / len(times) if times else None
     epoch_samples = math.fsum(samples) / len(samples) if samples and len(samples) == len(times) else None
     speed = epoch_samples / epoch_s if epoch_s and epoch_samples else known(record.throughput.samples_per_s)
-    phases = {name: phase.mean_s for name, phase in record.phases.items()}
+    phases = {name: seconds for name, phase in record.phases.items() if (seconds := known(phase.mean_s)) is not None}
     spread = record.throughput.step_s
     return Measurement(
         epoch_s=epoch_s,
@@ -238,11 +240,13 @@ def _work_of(config: Mapping[str, Any], record: RunRecord) -> Key:
 
 def _read_config(folder: RunFolder) -> dict[str, Any]:
     """The stored config as plain values; a run without one (attached to a script) has none."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+    if not folder.config.exists():
+        return {}
+    try:
         values = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
-    return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunFolderError(f"cannot read {folder.config}: {error}") from error
+    return values if isinstance(values, dict) else {}
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:

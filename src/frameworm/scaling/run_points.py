@@ -45,7 +45,8 @@ def collect(
 
     Args:
         root: Searched with its subfolders; may be a run itself.
-        warmup: Epochs at the beginning of each run that do not count; a run without others keeps them, with a note.
+        warmup: Epochs at the beginning of each run that do not count; where no run of a data set has others, they do,
+            with a note.
         datasets: Only these, written in any case, with or without underscores; all unless given.
 
     Raises:
@@ -70,25 +71,46 @@ def collect(
                 f"{root} has no runs of {', '.join(missing)}; it has {', '.join(there) or 'no finished ones'}"
             )
         facts = [run for run in facts if plain_name(run.dataset) in wanted]
-    return group_runs(facts, excluded)
+    measured = {run.dataset for run in facts if not run.notes}
+    for run in facts:
+        if run.notes and run.dataset in measured:
+            excluded.append(Excluded(run.name, INCOMPLETE, run.notes[0].partition(":")[0] + ", and others have more"))
+    return group_runs([run for run in facts if not (run.notes and run.dataset in measured)], excluded)
 
 
 def find_all_runs(root: Path) -> list[RunFolder]:
     """Run folders at or below `root`, by path; runs are not searched for further runs."""
     found: list[RunFolder] = []
+    seen: set[Path] = set()
 
     def walk(path: Path, depth: int) -> None:
+        # Folders may be links, to a place already seen or to one of their own parents.
+        place = path.resolve()
+        if place in seen:
+            return
+        seen.add(place)
         folder = RunFolder(path)
-        if folder.holds_run():
+        if folder.summary_json.exists() or folder.step_files():
             found.append(folder)
             return
+        before = len(found)
         if depth < MOST_DEPTH:
-            for entry in sorted(path.iterdir()):
-                if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
-                    walk(entry, depth + 1)
+            for child in _folders(path):
+                walk(child, depth + 1)
+        # A config alone may be that of a whole sweep; where no run is below it, it is of a run that got no further.
+        if len(found) == before and folder.holds_run():
+            found.append(folder)
 
     walk(root, 0)
     return found
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    except OSError:
+        return []
+    return [path / name for name in names if not name.startswith(".") and name != "checkpoints"]
 
 
 def plain_name(name: str) -> str:
