@@ -48,13 +48,11 @@ def report(
 
 
 def _names(datasets: list[str] | None, more: Sequence[str]) -> list[str] | None:
-    """Names after --datasets, which may be several after one another."""
-    unknown = next((word for word in more if word.startswith("-")), None)
-    if unknown is not None:
-        raise ConfigError(f"no such option: {unknown}; `frameworm report --help` lists them")
+    """Names after --datasets, which may be several after one another or with commas between them."""
     if more and not datasets:
         raise ConfigError(f"unexpected argument {more[0]}; the folder with the runs is given with --root")
-    return [*(datasets or ()), *more] or None
+    words = [word.strip() for item in (*(datasets or ()), *more) for word in item.split(",")]
+    return [word for word in words if word] or None
 
 
 def _text(written: WrittenReport, out: Path) -> str:

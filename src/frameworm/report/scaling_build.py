@@ -161,10 +161,9 @@ def _recommendation(row: analysis.Row, speedup: Measure | None, *, alone: bool) 
     if alone:
         return "run it on another world size too: `frameworm scale` does both"
     advice = _advice(row)
-    if speedup is not None and speedup.low is not None and speedup.high is not None:
-        if speedup.low < 1 < speedup.high:
-            return f"repeat the runs first: whether it is faster at all is not certain; then: {advice}"
-    return advice
+    if speedup is None or speedup.low is None or speedup.high is None or not speedup.low < 1 < speedup.high:
+        return advice
+    return f"repeat the runs first: whether it is faster at all is not certain; then: {advice}"
 
 
 def _advice(row: analysis.Row) -> str:

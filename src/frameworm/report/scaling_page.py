@@ -32,8 +32,7 @@ class Box:
 class ConfigurationView:
     """One configuration: its table, and for each row beyond the base what to say about it."""
 
-    label: str
-    mode: str
+    title: str
     rows: tuple[tuple[str, ...], ...]
     advice: tuple[tuple[str, str, str, str], ...]  # size, status, cause, recommendation
     serial: str
@@ -112,11 +111,15 @@ def _view(index: int, table: DatasetTable) -> DatasetView:
 
 def _configuration(table: DatasetTable, item: Configuration) -> ConfigurationView:
     return ConfigurationView(
-        item.label,
-        item.mode,
+        item.title,
         tuple(scaling_text.row_cells(row) for row in item.rows),
         tuple(
-            (scaling_text.size_text(table, row), row.status, row.cause, row.recommendation)
+            (
+                scaling_text.size_text(table, row),
+                row.status,
+                scaling_text.sentence(row.cause),
+                scaling_text.sentence(row.recommendation),
+            )
             for row in item.rows
             if row.cause or row.recommendation
         ),

@@ -1,7 +1,4 @@
-"""The figures of a scaling report as PNG files for a paper's column: 3.3 inches wide, eight-point type.
-
-Colours are those of Okabe and Ito, which people with any colour vision tell apart; markers and dashes differ as well.
-"""
+"""The figures of a scaling report as PNG files for a paper's column: 3.3 inches wide, eight-point type."""
 
 from __future__ import annotations
 
@@ -11,61 +8,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frameworm.errors import MissingPackageError
+from frameworm.errors import RunFolderError
 from frameworm.records.atomic import replacing
+from frameworm.report.plot_style import (
+    COLOURS,
+    DASHES,
+    INK,
+    LONGEST_LABEL,
+    SOFT,
+    STYLE,
+    WIDTH_IN,
+    bar_ends,
+    from_zero,
+    look_of,
+    plain_number,
+    require_matplotlib,
+    say,
+    short,
+)
 from frameworm.report.scaling_table import Configuration, DatasetTable, EpochCurve, Measure, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN = 3.3
-DPI = 300
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", "-.", ":")
-_INK, _SOFT = "#222222", "#777777"
-_LONGEST_LABEL = 44
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.0,
-    "axes.labelsize": 8.0,
-    "axes.titlesize": 8.5,
-    "axes.titlelocation": "left",
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.5,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4.0,
-    "legend.fontsize": 7.0,
-    "legend.frameon": False,
-    "text.parse_math": False,
-    "text.usetex": False,
-    "figure.dpi": DPI,
-}
-
 FIGURES: dict[str, Callable[[DatasetTable], Figure]] = {}
-
-
-def require_matplotlib() -> None:
-    """Say now what drawing would say later.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise MissingPackageError(
-            "the PNG figures of a scaling report need matplotlib: pip install 'frameworm[plots]'"
-        ) from None
 
 
 def figure_paths(table: DatasetTable, out: Path) -> list[Path]:
@@ -78,6 +45,7 @@ def draw_figures(table: DatasetTable, out: Path) -> list[Path]:
 
     Raises:
         MissingPackageError: matplotlib is not installed.
+        RunFolderError: A file cannot be written.
     """
     require_matplotlib()
     import matplotlib
@@ -89,12 +57,15 @@ def draw_figures(table: DatasetTable, out: Path) -> list[Path]:
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             settings: Any = matplotlib.rcParams
-            settings.update(_STYLE)
+            settings.update(STYLE)
             picture = io.BytesIO()
             canvas: Any = FigureCanvasAgg(draw(table))
             canvas.print_png(picture)
-        with replacing(path) as file:
-            file.write(picture.getvalue())
+        try:
+            with replacing(path) as file:
+                file.write(picture.getvalue())
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror or error}") from error
     return paths
 
 
@@ -104,7 +75,7 @@ def _figure(table: DatasetTable, title: str, panels: int, entries: int) -> tuple
 
     legend = 0.17 * math.ceil(entries / _columns(table)) if entries > 1 else 0.0
     figure = Figure(figsize=(WIDTH_IN, 0.35 + 1.75 * panels + legend), layout="constrained")
-    figure.suptitle(f"{_short(table.name, 26)}: {title}", x=0.01, ha="left", fontsize=9, fontweight="bold")
+    figure.suptitle(f"{short(table.name, 26)}: {title}", x=0.01, ha="left", fontsize=9, fontweight="bold")
     axes = figure.subplots(panels, 1, squeeze=False)
     return figure, [row[0] for row in axes]
 
@@ -117,7 +88,7 @@ def _columns(table: DatasetTable) -> int:
 def _legend(figure: Figure, axes: Axes, table: DatasetTable) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        short = [_short(label, _LONGEST_LABEL) for label in labels]
+        short = [short(label, LONGEST_LABEL) for label in labels]
         figure.legend(handles, short, loc="outside lower left", ncols=_columns(table), handlelength=2.4)
 
 
@@ -142,37 +113,12 @@ def _curve(axes: Axes, index: int, label: str, rows: Sequence[Row], pick: Callab
     axes.errorbar(
         [size for size, _ in points],
         [value.mean for _, value in points],
-        yerr=_bars([value for _, value in points]),
+        yerr=bar_ends([value for _, value in points]),
         label=label,
-        **_look(index),
+        **look_of(index),
         capsize=2.5,
         elinewidth=1.0,
     )
-
-
-def _look(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        # After the last colour the markers are shifted, so that no two of 49 look alike.
-        "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
-        "linestyle": DASHES[index % len(DASHES)],
-    }
-
-
-def _bars(values: Sequence[Measure]) -> list[list[float]]:
-    """Distances from mean to both ends; none where the interval is unknown."""
-    below = [0.0 if value.low is None else max(value.mean - value.low, 0.0) for value in values]
-    above = [0.0 if value.high is None else max(value.high - value.mean, 0.0) for value in values]
-    return [below, above]
-
-
-def _from_zero(axes: Axes, measures: Sequence[Measure | None], least: float = 0.0) -> None:
-    """A y axis for the means; an interval that leaves nearly everything open, as of two values, is cut off by it."""
-    found = [measure for measure in measures if measure is not None]
-    means = max([least, *(measure.mean for measure in found)])
-    ends = max([means, *(measure.high for measure in found if measure.high is not None)])
-    if means > 0:
-        axes.set_ylim(0, 1.05 * min(ends, 1.4 * means))
 
 
 def _epoch_time(table: DatasetTable) -> Figure:
@@ -188,13 +134,13 @@ def _epoch_time(table: DatasetTable) -> Figure:
                 continue
             colour = COLOURS[index % len(COLOURS)]
             bars.bar(place, mean.mean, width * 0.9, color=colour, alpha=0.45, edgecolor=colour, linewidth=0.8)
-            bars.errorbar(place, mean.mean, yerr=_bars([mean]), color=_INK, capsize=2.5, elinewidth=1.0)
+            bars.errorbar(place, mean.mean, yerr=bar_ends([mean]), color=INK, capsize=2.5, elinewidth=1.0)
             spread = [place + width * 0.3 * _aside(number) for number in range(len(row.epoch_times_s))]
-            bars.plot(spread, row.epoch_times_s, ".", color=_INK, markersize=1.4)
+            bars.plot(spread, row.epoch_times_s, ".", color=INK, markersize=1.4)
     bars.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     bars.set_xlim(-0.6, len(sizes) - 0.4)
     bars.grid(axis="x", visible=False)
-    _from_zero(
+    from_zero(
         bars,
         [row.epoch_time_s for row in table.rows],
         max((max(row.epoch_times_s, default=0.0) for row in table.rows), default=0.0),
@@ -234,7 +180,7 @@ def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], S
         if not any(math.isfinite(value) for value in values):
             continue
         drawn = True
-        look = _look(sizes.index(curve.world_size))
+        look = look_of(sizes.index(curve.world_size))
         look["linestyle"] = DASHES[curve.configuration % len(DASHES)]
         axes.plot(curve.epochs, values, **look, markersize=5.0 if index == 0 else 3.0)
     if drawn:
@@ -248,10 +194,10 @@ def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], S
 def _explain_epochs(axes: Axes, table: DatasetTable) -> None:
     """Entries for the legend: colours are world sizes; dashes are configurations, where there are several."""
     for index, size in enumerate(table.world_sizes):
-        axes.plot([], [], label=table.size_label(size), **{**_look(index), "linestyle": "-"}, markersize=3.0)
+        axes.plot([], [], label=table.size_label(size), **{**look_of(index), "linestyle": "-"}, markersize=3.0)
     if len(table.configurations) > 1:
         for index, item in enumerate(table.configurations):
-            axes.plot([], [], label=item.label, color=_SOFT, linestyle=DASHES[index % len(DASHES)])
+            axes.plot([], [], label=item.label, color=SOFT, linestyle=DASHES[index % len(DASHES)])
 
 
 def _epoch_entries(table: DatasetTable) -> int:
@@ -265,30 +211,30 @@ def _speedup_efficiency(table: DatasetTable) -> Figure:
     bases = sorted({item.base.world_size for item in table.configurations if len(item.rows) > 1})
     for base in bases[:1]:
         ends = [base, max(sizes[-1], base + 1)]
-        speedup.plot(ends, [size / base for size in ends], color=_SOFT, linestyle=(0, (1, 1.5)), label="ideal")
+        speedup.plot(ends, [size / base for size in ends], color=SOFT, linestyle=(0, (1, 1.5)), label="ideal")
     for index, item in enumerate(table.configurations):
         _curve(speedup, index, item.label, item.rows, lambda row: row.speedup)
         _curve(efficiency, index, item.label, item.rows, lambda row: row.efficiency)
-    speedup.axhline(1.0, color=_SOFT, linewidth=0.7)
+    speedup.axhline(1.0, color=SOFT, linewidth=0.7)
     speedup.set_ylabel("speedup")
     if sizes[-1] >= 16 * sizes[0]:
         speedup.set_yscale("log", base=2)
         speedup.minorticks_off()
-        speedup.yaxis.set_major_formatter(_plain_number)
+        speedup.yaxis.set_major_formatter(plain_number)
     else:
-        _from_zero(speedup, [row.speedup for row in table.rows], least=sizes[-1] / min([*bases, sizes[-1]]))
+        from_zero(speedup, [row.speedup for row in table.rows], least=sizes[-1] / min([*bases, sizes[-1]]))
     for limit, word in ((0.85, "excellent"), (0.7, "good"), (0.5, "fair")):
-        efficiency.axhline(limit, color=_SOFT, linewidth=0.6, linestyle=(0, (4, 3)))
+        efficiency.axhline(limit, color=SOFT, linewidth=0.6, linestyle=(0, (4, 3)))
         efficiency.annotate(
             word, (0.0, limit), xycoords=("axes fraction", "data"), xytext=(2, 1), textcoords="offset points",
-            ha="left", va="bottom", fontsize=6.0, color=_SOFT,
+            ha="left", va="bottom", fontsize=6.0, color=SOFT,
         )  # fmt: skip
-    _from_zero(efficiency, [row.efficiency for row in table.rows], least=1.0)
+    from_zero(efficiency, [row.efficiency for row in table.rows], least=1.0)
     efficiency.set_ylabel("efficiency")
     for axes in (speedup, efficiency):
         _world_axis(axes, table)
     if not bases:
-        _say(speedup, "no base to compare with")
+        say(speedup, "no base to compare with")
     _legend(figure, speedup, table)
     return figure
 
@@ -305,8 +251,8 @@ def _throughput(table: DatasetTable) -> Figure:
     else:
         ideal = [item.base.samples_per_s.mean * item.rows[-1].world_size / item.base.world_size
                  for item in table.configurations if item.base.samples_per_s is not None]  # fmt: skip
-        _from_zero(axes, [row.samples_per_s for row in table.rows], least=max(ideal, default=0.0))
-    axes.yaxis.set_major_formatter(_plain_number)
+        from_zero(axes, [row.samples_per_s for row in table.rows], least=max(ideal, default=0.0))
+    axes.yaxis.set_major_formatter(plain_number)
     axes.set_ylabel("samples/s")
     axes.set_title("mean, 95% interval; dotted: ideal")
     _legend(figure, axes, table)
@@ -331,23 +277,11 @@ def _accuracy(table: DatasetTable) -> Figure:
         if not _draw_epochs(axes, table, lambda curve: curve.val_loss):
             name = "training loss"
             if not _draw_epochs(axes, table, lambda curve: curve.train_loss):
-                _say(axes, "no run recorded an accuracy or a loss")
+                say(axes, "no run recorded an accuracy or a loss")
     axes.set_ylabel(name)
     axes.set_title("mean of the runs after each epoch")
     _legend(figure, axes, table)
     return figure
-
-
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_SOFT)
-
-
-def _plain_number(value: float, _: Any = None) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:g}"
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 FIGURES.update(

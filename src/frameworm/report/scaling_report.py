@@ -11,10 +11,11 @@ from frameworm.errors import MissingPackageError, RunFolderError
 from frameworm.records.atomic import write_atomic
 from frameworm.records.schema import EpochRecord
 from frameworm.records.store import RunFolder
+from frameworm.report.plot_style import require_matplotlib
 from frameworm.report.scaling_build import build_report
 from frameworm.report.scaling_files import render_csv, render_tex
 from frameworm.report.scaling_page import render_scaling_page
-from frameworm.report.scaling_plots import draw_figures, require_matplotlib
+from frameworm.report.scaling_plots import draw_figures
 from frameworm.report.scaling_table import ScalingReport
 from frameworm.report.scaling_text import render_scaling
 from frameworm.scaling.run_points import Collection, collect

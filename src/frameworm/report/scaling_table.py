@@ -59,6 +59,13 @@ class Configuration:
     notes: tuple[str, ...] = ()
 
     @property
+    def title(self) -> str:
+        """The label with how it scales."""
+        return (
+            f"{self.label} scaling" if self.label.endswith(f", {self.mode}") else f"{self.label}, {self.mode} scaling"
+        )
+
+    @property
     def base(self) -> Row:
         """The smallest world size, which the others are compared with."""
         return self.rows[0]

@@ -76,11 +76,11 @@ def _dataset(dataset: DatasetTable, width: int) -> list[str]:
 
 
 def _configuration(dataset: DatasetTable, configuration: Configuration, width: int) -> list[str]:
-    lines = [f"{configuration.label}, {configuration.mode} scaling"]
+    lines = [configuration.title]
     lines += table([HEADER, *(row_cells(row) for row in configuration.rows)], _TABLE_WIDTH)
     for row in configuration.rows:
         if row.cause or row.recommendation:
-            text = f"{row.status}. " + ". ".join(_sentence(part) for part in (row.cause, row.recommendation) if part)
+            text = f"{row.status}. " + ". ".join(sentence(part) for part in (row.cause, row.recommendation) if part)
             lines += field(f"  {size_text(dataset, row)}", f"{text}.", width)
     if configuration.serial_fraction is not None:
         lines += field("  Amdahl", serial_text(configuration.serial_fraction), width)
@@ -89,7 +89,7 @@ def _configuration(dataset: DatasetTable, configuration: Configuration, width: i
     return lines
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     """The text with a capital, unless it begins with the name of a setting."""
     first = text.split(" ", 1)[0]
     return (text if "." in first else text[:1].upper() + text[1:]).rstrip(".")

@@ -141,6 +141,8 @@ def read_run(folder: RunFolder, name: str, warmup: int) -> RunFacts:
     record = folder.read_summary()
     if not isinstance(record.batch.world_size, int) or record.batch.world_size < 1:
         raise RunFolderError(f"{folder.summary_json} does not say how many processes there were")
+    if not isinstance(record.batch.global_, int | None):
+        raise RunFolderError(f"{folder.summary_json} has {record.batch.global_} as its global batch")
     config = _read_config(folder)
     epochs = folder.read_epochs() if folder.epochs_csv.exists() else record.epochs
     for epoch in epochs:

@@ -128,8 +128,13 @@ def _read_all(folders: Iterable[RunFolder], root: Path, warmup: int) -> tuple[li
             continue
         try:
             run = read_run(folder, name, warmup)
+            run.point(name, "strong", [run.measurement])
         except RunFolderError as error:
             excluded.append(Excluded(name, UNREADABLE, str(error)))
+            continue
+        except (TypeError, ValueError, AttributeError) as error:
+            reason = f"{folder.summary_json} holds values of the wrong kind: {error}"
+            excluded.append(Excluded(name, UNREADABLE, reason))
             continue
         if run.status != "completed":
             excluded.append(Excluded(name, INCOMPLETE, f"its status is {run.status}, not completed"))
