@@ -88,8 +88,8 @@ def _columns(table: DatasetTable) -> int:
 def _legend(figure: Figure, axes: Axes, table: DatasetTable) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        short = [short(label, LONGEST_LABEL) for label in labels]
-        figure.legend(handles, short, loc="outside lower left", ncols=_columns(table), handlelength=2.4)
+        names = [short(label, LONGEST_LABEL) for label in labels]
+        figure.legend(handles, names, loc="outside lower left", ncols=_columns(table), handlelength=2.4)
 
 
 def _world_axis(axes: Axes, table: DatasetTable) -> None:
