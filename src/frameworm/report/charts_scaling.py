@@ -6,6 +6,7 @@ which the page hides and shows it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -81,13 +82,24 @@ def efficiency_chart(table: DatasetTable) -> Markup:
 
 def throughput_chart(table: DatasetTable) -> Markup:
     """Samples per second over world sizes."""
+    fastest = max((row.samples_per_s.mean for row in table.rows if row.samples_per_s is not None), default=0.0)
+    factor, unit = (1e3, "thousand samples/s") if fastest >= 1e4 else (1.0, "samples/s")
     return line_chart(
-        _over_sizes(table, lambda row: row.samples_per_s, "{:,.1f}"),
+        [_divided(line, factor) for line in _over_sizes(table, lambda row: row.samples_per_s, "{:,.1f}")],
         f"Throughput on {table.name}",
         f"world size ({table.units})",
-        "samples/s",
+        unit,
         from_zero=True,
         x_names=_names(table),
+    )
+
+
+def _divided(line: Line, factor: float) -> Line:
+    """The curve in a larger unit, so that its axis has room for the labels."""
+    return dataclasses.replace(
+        line,
+        points=[(x, None if y is None else y / factor) for x, y in line.points],
+        spans=[None if span is None else (span[0] / factor, span[1] / factor) for span in line.spans],
     )
 
 
