@@ -304,7 +304,9 @@ def test_without_an_accuracy_the_loss_is_drawn(tmp_path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         axes = scaling_plots.FIGURES["accuracy"](table).axes[0]
     assert axes.get_ylabel() == "validation loss"
-    assert any(len(line.get_xdata()) == 3 for line in axes.lines)
+    assert sum(list(line.get_xdata()) == [1, 2, 3] for line in axes.lines) == 30
+    assert axes.get_xlim()[0] < 1
+    assert axes.get_xlim()[1] > 3
 
 
 def test_drawing_leaves_the_settings_of_the_process_alone(published: WrittenReport, tmp_path: Path) -> None:

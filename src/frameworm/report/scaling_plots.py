@@ -185,8 +185,8 @@ def _draw_epochs(axes: Axes, table: DatasetTable, pick: Callable[[EpochCurve], S
         axes.plot(curve.epochs, values, **look, markersize=5.0 if index == 0 else 3.0)
     if drawn:
         _explain_epochs(axes, table)
+        axes.set_xlim(0.5, max(curve.epochs[-1] for curve in table.curves if curve.epochs) + 0.3)
     axes.set_xlabel("epoch")
-    axes.set_xlim(left=0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     return drawn
 
