@@ -19,6 +19,7 @@ LARGE_GRADIENTS = 100e6  # bytes; such models are not small, their network is sl
 # A part of the loss is told as a cause from here on, as a share of the whole loss.
 TOLD = 0.2
 _TWIN_BATCH = 4
+NO_CHANGE = f"; no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"
 
 
 def negative_scaling(
@@ -38,7 +39,7 @@ def negative_scaling(
     model = model_step(base, point, speedup.value)
     causes = causes_of(base, point, losses, model)
     evidence: dict[str, Any] = {
-        "cause": cause_in_words(base, point, model, causes, serial),
+        "cause": cause_in_words(base, point, model, causes, serial) + ("" if change is not None else NO_CHANGE),
         "causes": list(causes),
         "speedup": speedup.value,
         "world_size": point.world_size,
@@ -157,9 +158,6 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
     if change is not None:
         knob, value = next(iter(change.settings.items()), ("", None))
         found.append(Remedy(knob, value, change.text))
-    else:
-        text = f"no batch up to {LARGEST_FACTOR} times as large is predicted to scale (modelled)"
-        found.append(Remedy("", None, text))
     if model.shares_something and point.mean("compute_s") is not None:
         found.append(
             Remedy("", None, f"give each process cores or a device of its own: now they share {_shared(point)}")
