@@ -185,6 +185,12 @@ def test_what_nobody_measured_is_unknown_and_stays_in_other() -> None:
     }
 
 
+def test_more_than_linear_is_doubted() -> None:
+    (curve,) = analyse([_point(1, 100.0), _point(2, 30.0)]).curves
+    assert curve.rows[1].limit is None
+    assert any("more than linear" in note for note in curve.notes)
+
+
 def test_processes_that_share_cores_are_not_promised_speed() -> None:
     base = _stepped(1, 0.005, global_batch=32)
     point = _stepped(2, 0.010, 0.002, global_batch=32, cpus=2)

@@ -25,6 +25,7 @@ from frameworm.scaling.points import student, variance_of_mean
 
 CLASSES = (("excellent", 0.85), ("good", 0.7), ("fair", 0.5))
 POOR = "poor"
+BEYOND_LINEAR = 1.05
 # Published percentages and products of decimals are this exact; 0.85 must not fall below itself.
 _ROUNDING = 1e-9
 
@@ -297,9 +298,9 @@ _LIMITS = {
 
 
 def limit_of(losses: Losses) -> str | None:
-    """What costs most, in words."""
+    """What costs most, in words; nothing limits what loses nothing."""
     name = losses.largest
-    return None if name is None else _LIMITS[name]
+    return None if name is None or losses.total <= 0 else _LIMITS[name]
 
 
 def _notes(rows: Sequence[Row], serial: Interval | None) -> list[str]:
@@ -310,6 +311,12 @@ def _notes(rows: Sequence[Row], serial: Interval | None) -> list[str]:
         notes.append(f"speedup is against world size {rows[0].world_size}, the smallest there is")
     if serial is not None and serial.value > 1:
         notes.append("no serial part explains these times: every device adds work of its own (communication)")
+    beyond = [str(row.world_size) for row in rows if row.efficiency.value > BEYOND_LINEAR]
+    if beyond:
+        notes.append(
+            f"world size {', '.join(beyond)} is more than linear: the base was disturbed, or a device's share fits a "
+            "nearer cache; repeat it before believing it"
+        )
     if any(len(row.point.measurements) == 1 for row in rows) and len(rows) > 1:
         notes.append("some world sizes were run once: no interval for them")
     return notes
