@@ -45,7 +45,7 @@ def environment_fingerprint(device: torch.device) -> dict[str, Any]:
         "driver": driver_version() if on_gpu else None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "nccl": _nccl_version() if on_gpu else None,
+        "nccl": nccl_version() if on_gpu else None,
     }
 
 
@@ -70,7 +70,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _nccl_version() -> str | None:
+def nccl_version() -> str | None:
+    """Version of the NCCL in torch; None in builds without it."""
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
     except (AttributeError, RuntimeError):

@@ -42,6 +42,21 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     return min(quotas, default=None)
 
 
+def quota_throttled_share(root: Path = _ROOT) -> float | None:
+    """Share of the periods in which a cgroup of this process was stopped for being beyond its quota; None: no quota.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    shares = []
+    for folder in _cgroup_folders(root, "cpu"):
+        counts = dict(line.split(None, 1) for line in _read(folder / "cpu.stat").splitlines() if " " in line)
+        periods, throttled = _number(counts.get("nr_periods", "")), _number(counts.get("nr_throttled", ""))
+        if periods and throttled is not None:
+            shares.append(throttled / periods)
+    return max(shares, default=None)
+
+
 def memory_total_bytes() -> int:
     """Memory this process may use: the machine's, cut down to its cgroup's limit."""
     limit = memory_limit_bytes()

@@ -110,7 +110,7 @@ def open_gpu(device: torch.device) -> NvmlGpu | None:
     except Exception:
         return None
     try:
-        handle = _handle(nvml, torch.cuda.get_device_properties(device))
+        handle = handle_of(nvml, torch.cuda.get_device_properties(device))
     except Exception:
         handle = None
     if handle is None:
@@ -120,7 +120,7 @@ def open_gpu(device: torch.device) -> NvmlGpu | None:
     return NvmlGpu(nvml, handle)
 
 
-def _handle(nvml: Any, properties: Any) -> Any:
+def handle_of(nvml: Any, properties: Any) -> Any:
     """The handle by identity: torch counts only visible GPUs, NVML all, so equal numbers may mean different ones."""
     uuid = getattr(properties, "uuid", None)
     if uuid is not None:

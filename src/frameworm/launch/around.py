@@ -1,0 +1,60 @@
+"""What the variables around a process say about the job it belongs to, without refusing anything: for `doctor`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.launch.environment import ProcessInfo, all_variables, detect
+from frameworm.launch.plan import DEFAULT_PORT
+
+_SLURM_CHECKS = "frameworm.launch.slurm_environment"
+
+
+@dataclass(frozen=True)
+class Around:
+    """The job as far as it can be read, and what is wrong with the variables."""
+
+    variables: dict[str, str]
+    processes: int = 1  # on this machine
+    nodes: int = 1
+    master_address: str | None = None
+    port: int = DEFAULT_PORT
+    port_asked: bool = False
+    contradictions: tuple[str, ...] = ()
+
+
+def look_around(environ: Mapping[str, str] | None = None) -> Around:
+    """Read the variables; those that contradict each other are told, and then taken for not set.
+
+    Args:
+        environ: The variables; those of the process unless given.
+    """
+    variables = all_variables(environ)
+    found = _slurm_contradictions(variables)
+    info = ProcessInfo()
+    try:
+        info = detect(variables)
+    except EnvironmentSetupError as error:
+        found += [line for line in str(error).splitlines() if line not in found]
+    port = info.master_port
+    if port is None and variables.get("MASTER_PORT", "").isdigit():
+        port = int(variables["MASTER_PORT"])
+    return Around(
+        variables=variables,
+        processes=info.local_world_size,
+        nodes=info.num_nodes,
+        master_address=info.master_address or variables.get("MASTER_ADDR") or None,
+        port=port or DEFAULT_PORT,
+        port_asked=bool(variables.get("MASTER_PORT")),
+        contradictions=tuple(found),
+    )
+
+
+def _slurm_contradictions(variables: Mapping[str, str]) -> list[str]:
+    if importlib.util.find_spec(_SLURM_CHECKS) is None:
+        return []
+    return [str(item.text) for item in importlib.import_module(_SLURM_CHECKS).contradictions(variables)]
