@@ -61,9 +61,9 @@ def _micro_batch(subject: Subject) -> ChecklistItem:
     if plan is None or plan.fits is None:
         return no_matter(name, "no plan: no GPU is here to plan for, or the model cannot be run dry")
     if not plan.fits:
-        reason = f"{size(plan.total_bytes)} do not fit in {size(plan.memory_bytes)}"
+        reason = f"{size(plan.total_bytes)} do not fit in {size(plan.memory_bytes)}; frameworm memory shows what would"
         gain = Gain("it trains at all", "modelled", "docs/memory.md#planning-frameworm-memory")
-        return ChecklistItem(name, "not done", reason, plan.changes, gain, "micro_batch", "memory_pressure")
+        return ChecklistItem(name, "not done", reason, (), gain, "micro_batch", "memory_pressure")
     largest = plan.largest.get(subject.resolved.memory.activation_checkpointing, micro)
     taken = f"{size(plan.total_bytes)} of {size(plan.memory_bytes)}"
     if accumulation == 1:
@@ -128,7 +128,11 @@ def _threads(subject: Subject) -> ChecklistItem:
         if processes == 1 and present is not None and present > usable:
             reason, settings = f"torch takes {present} threads on {usable} cores", (f"training.cpu_threads={share}",)
         else:
-            return ChecklistItem(name, "done", f"auto, {usable} cores for {processes} ranks")
+            return ChecklistItem(
+                name,
+                "done",
+                f"auto, {usable} cores and {processes} ranks" if processes > 1 else f"auto, {usable} cores",
+            )
     elif threads > share:
         reason = f"{threads} threads for each of {processes} ranks on {usable} cores"
         settings = (f"training.cpu_threads={share}",)

@@ -29,7 +29,7 @@ def _batching(subject: Subject) -> ChecklistItem:
     gain = batching_gain(data.dataset, model.max_seq_len, batch, best)
     reason = "each batch is as wide as its longest text"
     if best == "bucketed":
-        reason += "; packed keeps the steps' samples and is tried by tune too"
+        reason += "; tune also tries packed, which keeps each step's samples"
     return ChecklistItem(name, "not done", reason, (f"data.batching={best}",), gain, "batching", "padding_waste")
 
 

@@ -115,7 +115,9 @@ def _capture(subject: Subject) -> ChecklistItem:
         return ChecklistItem(name, "done", f"gpu.capture: {resolved.gpu.capture}", finding="host_bound")
     if resolved.gpu.deterministic:
         return no_matter(name, "auto decides by the clock, which deterministic runs must not")
-    gain = capture_gain(resolved.data.dataset, getattr(resolved.model, "d_model", None))
+    gain = gpt_gain()
+    if not isinstance(resolved.model, GPTModelConfig):
+        gain = capture_gain(resolved.data.dataset, getattr(resolved.model, "d_model", None))
     reason = "each kernel is launched by the host"
     return ChecklistItem(name, "not done", reason, ("gpu.capture=auto",), gain, "capture", "host_bound")
 

@@ -34,7 +34,7 @@ def rank_items(subject: Subject) -> list[ChecklistItem]:
 WORK = "enough work per rank"
 STRATEGY = "no more divided than needed"
 BUCKETS = "buckets that overlap with backward"
-COMPRESSION = "compressed gradients where the network is slow"
+COMPRESSION = "compressed gradients"
 UNUSED = "no search for unused parameters"
 
 
@@ -90,7 +90,8 @@ def _buckets(resolved: Config, plan: PlanFacts | None) -> ChecklistItem:
         return ChecklistItem(
             BUCKETS, "done", f"{total_mb:,.1f} MiB of gradients in buckets of {parallel.bucket_cap_mb:g}"
         )
-    reason = f"{total_mb:,.1f} MiB of gradients fit in {max(1, round(count)):g} buckets: most is sent after backward"
+    buckets = "1 bucket" if count < 1.5 else f"{round(count)} buckets"
+    reason = f"{total_mb:,.1f} MiB of gradients in {buckets}: most is sent after backward"
     settings = (f"parallel.bucket_cap_mb={better:g}",)
     return ChecklistItem(
         BUCKETS, "not done", reason, settings, unmeasured("bucket_size"), "bucket_size", "communication_bound"

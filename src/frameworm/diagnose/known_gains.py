@@ -60,7 +60,7 @@ def capture_gain(dataset: str, width: int | None) -> Gain:
         )
         return Gain(text, "measured", f"{RESULTS}/peers_gpu-*-nvidia-h200.json")
     case, ratio = known
-    text = f"{ratio.value:g}x ({ratio.low:g} to {ratio.high:g}) with resident data, this model on an H200"
+    text = f"{ratio.value:g}x ({ratio.low:g} to {ratio.high:g}) with resident data, a model of this size on an H200"
     return Gain(text, "measured", f"{RESULTS}/peers_gpu-{case}-nvidia-h200.json", *ratio)
 
 

@@ -46,19 +46,20 @@ def judge_machine(
     intent = intent or Intent()
     return [
         *gpu_checks(facts, variables, intent),
-        *host_checks(facts, intent),
+        *host_checks(facts, variables, intent),
         *network_checks(facts, variables, intent, contradictions),
         *variable_checks(facts, variables, intent),
     ]
 
 
-def host_checks(facts: MachineFacts, intent: Intent) -> list[Check]:
+def host_checks(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> list[Check]:
     """Processors, memory, limits and storage."""
+    ranks = ranks_on_these_cores(facts, variables, intent)
     found: list[Check | None] = [
-        _cores(facts, intent),
+        _cores(facts, ranks),
         _affinity(facts),
         _quota(facts),
-        _threads(facts, intent),
+        _threads(facts, variables, intent, ranks),
         _governor(facts),
     ]
     found += [_load(facts), _memory(facts), _shared_memory(facts, intent), _open_files(facts), _compiler(facts, intent)]
@@ -66,17 +67,17 @@ def host_checks(facts: MachineFacts, intent: Intent) -> list[Check]:
     return [check for check in found if check is not None]
 
 
-def _cores(facts: MachineFacts, intent: Intent) -> Check:
+def _cores(facts: MachineFacts, ranks: int) -> Check:
     why = "each rank needs a core for its loop, and loader processes need their own"
     usable = facts.cpus_usable
     if usable is None:
         return Check("cores", GROUP, "not known", "unknown", "", why)
     found = f"{usable} usable" + (f" of {facts.cpus_total}" if facts.cpus_total else "")
-    if intent.processes > 1:
-        found += f" for {intent.processes} ranks"
-    per_rank = usable / intent.processes
+    if ranks > 1:
+        found += f" for {ranks} ranks"
+    per_rank = usable / ranks
     if per_rank < 1:
-        remedy = f"start at most {usable} ranks here, or ask for {intent.processes} cores (SLURM: --cpus-per-task)"
+        remedy = f"start at most {usable} ranks here, or ask for {ranks} cores (SLURM: --cpus-per-task)"
         return Check("cores", GROUP, found, "problem", remedy, why)
     if facts.gpus and per_rank < 2:
         remedy = "ask for 2 cores or more per GPU (SLURM: --cpus-per-task, Docker: --cpus)"
@@ -130,15 +131,18 @@ def _quota(facts: MachineFacts) -> Check:
     return Check("cpu quota", GROUP, found, "ok", "", why)
 
 
-def _threads(facts: MachineFacts, intent: Intent) -> Check:
+def _threads(facts: MachineFacts, variables: Mapping[str, str], intent: Intent, ranks: int) -> Check:
     why = f"beyond {CROWDED:g} computing threads per core they hinder each other (cpu_oversubscribed)"
     threads, usable = facts.torch_threads, facts.cpus_usable
     if threads is None or not usable:
         return Check("threads", GROUP, "not known", "unknown", "", why)
-    found = f"{threads} per process" + (f" x {intent.processes} ranks" if intent.processes > 1 else "")
-    found += f" on {usable} cores"
-    share = max(1, usable // intent.processes)
-    if threads * intent.processes > CROWDED * usable:
+    share = max(1, usable // ranks)
+    is_rank = bool(variables.get("LOCAL_RANK") or variables.get("SLURM_PROCID"))
+    if ranks > 1 and not is_rank and not variables.get("OMP_NUM_THREADS"):
+        found = f"{share} for each of {ranks} ranks, if frameworm starts them"
+        return Check("threads", GROUP, found, "ok", "", why)
+    found = f"{threads} per process" + (f" x {ranks} ranks" if ranks > 1 else "") + f" on {_cores_text(usable)}"
+    if threads * ranks > CROWDED * usable:
         return Check("threads", GROUP, found, "problem", f"OMP_NUM_THREADS={share}", why)
     on_cpu = intent.on_gpu is False or (intent.on_gpu is None and not facts.gpus)
     if on_cpu and threads < share:
@@ -161,7 +165,7 @@ def _load(facts: MachineFacts) -> Check:
     why = "steps share the cores with whatever else runs, and figures measured meanwhile mean little"
     if facts.load is None or not facts.cpus_total:
         return Check("other load", GROUP, "not known", "unknown", "", why)
-    found = f"load {facts.load:.1f} on {facts.cpus_total} cores"
+    found = f"load {facts.load:.1f} on {_cores_text(facts.cpus_total)}"
     if facts.load > BUSY_WITH_OTHERS * facts.cpus_total:
         return Check("other load", GROUP, found, "advice", "see who (top), and measure when it is quiet", why)
     return Check("other load", GROUP, found, "ok", "", why)
@@ -251,6 +255,19 @@ def _storage(storage: StorageFacts | None, intent: Intent) -> Check:
             remedy += "; several machines need one that all of them see"
         return Check(name, GROUP, found, "advice", remedy, why + " (checkpoint_stall)")
     return Check(name, GROUP, found, "ok", "", why)
+
+
+def ranks_on_these_cores(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> int:
+    """Ranks that share the cores of this process; srun binds each task to cores of its own."""
+    bound, total = facts.cpus_bound, facts.cpus_total
+    own = variables.get("SLURM_CPUS_PER_TASK", "")
+    if bound and total and len(bound) < total and own == str(len(bound)):
+        return 1
+    return intent.processes
+
+
+def _cores_text(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
 
 
 def size(value: float | None) -> str:

@@ -23,11 +23,11 @@ def network_checks(
 def _port(facts: MachineFacts) -> Check:
     why = "ranks meet at one port of the first machine"
     port = facts.port
+    if port is not None and port.own_address is False:
+        return Check("rendezvous port", GROUP, f"{port.port} is on another machine", "ok", "", why)
     if port is None or port.free is None:
         return Check("rendezvous port", GROUP, "not tried", "unknown", "", why)
     asked = "MASTER_PORT" if port.asked else "the usual port"
-    if port.own_address is False:
-        return Check("rendezvous port", GROUP, f"{port.port} is on another machine", "ok", "", why)
     if port.free:
         return Check("rendezvous port", GROUP, f"{port.port} ({asked}) is free", "ok", "", why)
     found = f"{port.port} ({asked}) cannot be bound: {port.error or 'taken'}"

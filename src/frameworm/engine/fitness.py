@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
 from frameworm.diagnose.machine import size
-from frameworm.engine.memory_planner import MemoryPlanner
+from frameworm.engine.memory_planner import MemoryPlanner, detect_memory
 from frameworm.errors import ConfigError, DeviceError
 from frameworm.hardware.devices import choose_device, supports_bf16
 from frameworm.records.machine import Check, Intent, MachineFacts, PlanFacts
-from frameworm.scaling.memory import MemoryReport
 from frameworm.scaling.memory_model import capacity
 
 log = logging.getLogger("frameworm")
@@ -59,9 +58,7 @@ def judge_fit(config: Config, facts: MachineFacts, intent: Intent) -> Fitness:
     checks = [problem or Check("config", GROUP, "can run here", "ok")]
     if plan is not None and plan.fits is False:
         found = f"needs {size(plan.total_bytes)} of {size(plan.memory_bytes)} that training may use"
-        remedy = "frameworm memory --config F shows the cheapest change"
-        if plan.changes:
-            remedy = " ".join(f"--set {item}" for item in plan.changes) + "; " + remedy
+        remedy = "frameworm memory with the same config shows the cheapest changes that fit"
         checks.append(Check("memory plan", GROUP, found, "problem", remedy, "the first step would run out of memory"))
     elif plan is not None and plan.fits:
         found = f"{size(plan.total_bytes)} of {size(plan.memory_bytes)} that training may use"
@@ -69,7 +66,7 @@ def judge_fit(config: Config, facts: MachineFacts, intent: Intent) -> Fitness:
     workers = resolved.data.num_workers
     intent = replace(
         intent,
-        on_gpu=resolved.gpu.device == "cuda",
+        on_gpu=None if problem is not None else resolved.gpu.device == "cuda",
         compiles=resolved.gpu.compile_model,
         workers=workers if isinstance(workers, int) else 0,
         checkpoint_bytes=None if plan is None else plan.checkpoint_bytes,
@@ -100,33 +97,37 @@ def _plan(
     chosen = config.model_copy(update={"gpu": config.gpu.model_copy(update={"device": kind})})
     try:
         planner = MemoryPlanner(chosen, world_size)
-        report = planner.report()
+        return _plan_facts(planner, resolved), ()
     except Exception as error:  # an own workload may need its data, or ask tensors for values
         log.debug("no plan of the memory", exc_info=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return None, (f"no memory plan: {reason}",)
-    return plan_facts(report, resolved), ()
 
 
-def plan_facts(report: MemoryReport, resolved: Config) -> PlanFacts:
-    """What the checklist needs of a memory report."""
-    usable = None
-    if report.memory_bytes is not None:
-        usable = int(capacity(report.memory_bytes, report.memory_fraction, report.plan.setting.device))
-    training = resolved.training
+def _plan_facts(planner: MemoryPlanner, resolved: Config) -> PlanFacts:
+    """Only what the checklist asks for: each further size or mode is a dry run of a second or two."""
+    setting, fraction, training = planner.setting, planner.memory_fraction, resolved.training
     state = _STATE_BYTES[training.optimizer] if training.optimizer == "adamw" or training.momentum else 0
-    whole = [plan for plan in report.strategies if plan.setting.strategy == "ddp"]
-    ddp_fits = None
-    if whole and report.memory_bytes is not None:
-        ddp_fits = whole[0].fits(report.memory_bytes, report.memory_fraction)
-    return PlanFacts(
-        parameters=report.parameters,
-        parameter_bytes=report.parameters * 4,
-        checkpoint_bytes=report.parameters * (4 + state),
-        total_bytes=report.plan.total,
-        memory_bytes=usable,
-        fits=report.fits,
-        largest=dict(report.largest_by),
-        ddp_fits=ddp_fits,
-        changes=tuple(report.changes[0].overrides) if report.changes else (),
+    parameters = planner.shapes.parameters
+    total, _name = detect_memory(planner.device)
+    plan = planner.plan()
+    facts = PlanFacts(
+        parameters=parameters,
+        parameter_bytes=parameters * 4,
+        checkpoint_bytes=parameters * (4 + state),
+        total_bytes=plan.total,
+    )
+    if total is None:
+        return facts
+    fits = plan.fits(total, fraction)
+    modes = {setting.checkpointing} if fits and setting.accumulation > 1 else set()
+    modes |= {"off"} if fits and setting.checkpointing != "off" else set()
+    return replace(
+        facts,
+        memory_bytes=int(capacity(total, fraction, planner.device)),
+        fits=fits,
+        largest={mode: planner.largest(replace(setting, checkpointing=mode), total, fraction, 1) for mode in modes},
+        ddp_fits=planner.estimate(replace(setting, strategy="ddp")).fits(total, fraction)
+        if setting.strategy.startswith("zero")
+        else None,
     )

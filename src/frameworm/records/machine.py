@@ -198,7 +198,6 @@ class PlanFacts:
     fits: bool | None = None
     largest: dict[str, int] = field(default_factory=dict)  # micro-batch by checkpointing mode
     ddp_fits: bool | None = None
-    changes: tuple[str, ...] = ()  # overrides that would make it fit, cheapest first
 
 
 def _plain(value: Any) -> Any:
