@@ -1,0 +1,160 @@
+"""`frameworm doctor` from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine, command_line
+
+from frameworm.records.machine import MachineFacts, PortFacts, StorageFacts
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+HEALTHY = MachineFacts(
+    torch_version="2.13.0",
+    cpus_total=4,
+    cpus_bound=frozenset(range(4)),
+    cpus_usable=4,
+    load=0.0,
+    torch_threads=4,
+    memory_bytes=2**35,
+    memory_available_bytes=2**34,
+    shared_memory_bytes=2**34,
+    shared_memory_free_bytes=2**34,
+    open_files=(65536, 65536),
+    host_resolves=True,
+    host_is_loopback=False,
+    compiler="gcc",
+    storage=StorageFacts("runs", True, None, 2**40, 1e9, 2**20, "ext4"),
+    port=PortFacts(29500, True),
+)
+LAUNCH = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_JOB_ID")
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data_cache_dir: Path
+) -> Iterator[CommandLine]:
+    for name in LAUNCH:
+        monkeypatch.delenv(name, raising=False)
+    with command_line(tmp_path / "work", data_cache_dir, monkeypatch, capfd) as run:
+        yield run
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a fake machine in the place of this one."""
+
+    def become(**changes: Any) -> None:
+        facts = replace(HEALTHY, **changes)
+        monkeypatch.setattr("frameworm.hardware.inspect.inspect_machine", lambda *args, **settings: facts)
+
+    become()
+    return become
+
+
+def test_a_healthy_machine(here: CommandLine, machine: Any) -> None:
+    ended = here("doctor")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "no problems, 0 with advice" in ended.stdout
+    assert "checklist" not in ended.stdout
+
+
+def test_a_problem_is_exit_code_1(here: CommandLine, machine: Any) -> None:
+    machine(shared_memory_free_bytes=2**20)
+    ended = here("doctor")
+    assert ended.code == 1
+    assert "PROBLEM  shared memory" in ended.stdout
+    assert "--shm-size" in ended.stdout
+
+
+def test_variables_are_looked_at(here: CommandLine, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "none")
+    monkeypatch.setenv("RANK", "3")
+    ended = here("doctor")
+    assert ended.code == 1
+    assert "PROBLEM  OMP_NUM_THREADS" in ended.stdout
+    assert "WORLD_SIZE is not set, but RANK is" in ended.stdout
+
+
+def test_the_checklist_of_a_config(here: CommandLine, machine: Any) -> None:
+    ended = here("doctor", "--config", QUICKSTART, "--set", "checkpoint.mode=sync", "--json")
+    assert (ended.code, ended.stderr) == (0, "")
+    data = json.loads(ended.stdout)
+    assert data["verdict"] == "ok"
+    assert set(data["checks"][0]) == {"name", "group", "found", "verdict", "remedy", "why"}
+    items = {item["name"]: item for item in data["checklist"]}
+    assert items["checkpoints beside training"]["state"] == "not done"
+    assert items["checkpoints beside training"]["settings"] == ["checkpoint.mode=async"]
+    assert items["checkpoints beside training"]["gain"]["basis"] == "modelled", (
+        "from the model's size and the disk's rate"
+    )
+    assert items["micro-batch against the memory plan"]["state"] == "done"
+    assert data["machine"]["cpus_usable"] == 4
+    assert [check["verdict"] for check in data["checks"] if check["name"] == "memory plan"] == ["ok"]
+
+
+def test_several_processes(here: CommandLine, machine: Any) -> None:
+    ended = here("doctor", "--config", QUICKSTART, "--nproc-per-node", "8", "--json")
+    data = json.loads(ended.stdout)
+    assert (ended.code, data["processes"]) == (1, 8)
+    assert {check["name"] for check in data["checks"] if check["verdict"] == "problem"} == {"cores"}
+    states = {item["name"]: item["state"] for item in data["checklist"]}
+    assert states["compressed gradients"] == "not done"
+    assert states["enough work per rank"] == "not done"
+
+
+def test_a_config_for_a_gpu_that_is_not_here(here: CommandLine, machine: Any) -> None:
+    ended = here("doctor", "--config", QUICKSTART, "--set", "gpu.device=cuda", "--set", "gpu.capture=step")
+    assert ended.code == 1
+    flat = " ".join(ended.stdout.split())
+    assert "PROBLEM config" in flat
+    assert "the checklist below is for one" in flat
+    assert "quickstart.yaml · 1 process · cuda" in flat
+
+
+def test_a_step_that_does_not_fit(here: CommandLine, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frameworm.engine.fitness.detect_memory", lambda device: (2**20, "small"))
+    ended = here("doctor", "--config", QUICKSTART)
+    assert ended.code == 1
+    flat = " ".join(ended.stdout.split())
+    assert "PROBLEM memory plan" in flat
+    assert "micro-batch against the memory plan: 18.4 MiB do not fit in 1 MiB" in flat
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("--set", "training.lr=1"), "give --config"),
+        (("--config", str(QUICKSTART), "--set", "gpu.capure=step"), "did you mean gpu.capture"),
+        (("--config", str(QUICKSTART), "--nproc-per-node", "7"), "does not divide"),
+    ],
+)
+def test_usage(here: CommandLine, machine: Any, arguments: tuple[str, ...], words: str) -> None:
+    ended = here("doctor", *arguments)
+    assert ended.code == 2
+    assert words in ended.stderr.replace("\n", " ")
+    assert "Traceback" not in ended.stderr
+
+
+def test_this_machine_as_a_user_would(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "frameworm", "doctor", "--config", str(QUICKSTART), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    data = json.loads(done.stdout)
+    assert (done.returncode == 1) == (data["verdict"] == "problem")
+    assert data["machine"]["storage"]["write_bytes_per_s"] > 0
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
