@@ -1,0 +1,127 @@
+"""docs/guide.md: its links lead somewhere, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from frameworm.config.keys import key_tree
+from frameworm.config.schema import MODEL_SECTIONS, Config
+from frameworm.diagnose.rules import CODES
+
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDE = DOCS / "guide.md"
+TEXT = GUIDE.read_text(encoding="utf-8")
+# What doctor says is written there.
+SOURCES = [*(DOCS.parent / "src/frameworm/diagnose").glob("*.py"), DOCS.parent / "src/frameworm/engine/fitness.py"]
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(file: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for line in without_code(file.read_text(encoding="utf-8")).splitlines():
+        match = re.fullmatch(r"#+ (.+)", line)
+        if match:
+            word = re.sub(r"[^\w\- ]", "", match[1].strip().lower()).replace(" ", "-")
+            found.add(word if word not in found else f"{word}-1")
+    return found
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for target in LINK.findall(without_code(text)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def advice() -> list[str]:
+    """Rows of tables and numbered items, less titles; what doctor checks is a list, not advice."""
+    before = TEXT.partition("## What doctor checks")[0]
+    rows = [line for line in before.splitlines() if line.startswith("| ")]
+    titles = {line for line, below in zip(before.splitlines(), before.splitlines()[1:]) if below.startswith("|---")}
+    items = re.findall(r"^\d+\. .*(?:\n   .*)*", before, flags=re.MULTILINE)
+    return [row for row in rows if row not in titles] + items
+
+
+def doctor_names() -> set[str]:
+    listed = TEXT.partition("## What doctor checks")[2].partition("The checklist says")[0]
+    return set(re.findall(r"`([^`]+)`", "\n".join(line for line in listed.splitlines() if line.startswith("| "))))
+
+
+def test_links_resolve() -> None:
+    assert len(LINK.findall(TEXT)) > 60
+    assert broken_links(GUIDE, TEXT) == []
+
+
+def test_a_broken_link_would_be_seen() -> None:
+    text = "[a](findings.md#nothing) [b](nowhere.md) [c](findings.md#input_bound)"
+    assert broken_links(GUIDE, text) == ["findings.md#nothing", "nowhere.md"]
+
+
+def test_findings_exist_and_all_are_named() -> None:
+    named = set(re.findall(r"findings\.md#([\w-]+)", TEXT))
+    assert {name for name in named if "-" not in name} == set(CODES)
+    for words, code in re.findall(r"\[([a-z]+_[a-z]+)\]\(findings\.md#([^)]+)\)", TEXT):
+        assert words == code
+
+
+def test_pages_that_doctor_names_exist() -> None:
+    named = set(re.findall(r"docs/(\w+\.md)#([\w-]+)", SOURCE))
+    assert named
+    for page, anchor in named:
+        assert anchor in anchors(DOCS / page), (page, anchor)
+
+
+def test_knobs_exist() -> None:
+    from frameworm.tune.knobs import all_knobs
+
+    named: set[str] = set()
+    for part in re.findall(r"knobs? ((?:`\w+`(?:,\s+)?)+)", TEXT):
+        named |= set(re.findall(r"`(\w+)`", part))
+    knobs = {knob.name for knob in all_knobs()}
+    assert named <= knobs
+    assert len(named) > 15
+
+
+def test_settings_exist() -> None:
+    keys = {".".join(map(str, path)) for section in MODEL_SECTIONS.values() for path in key_tree(Config, section)}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    named = {
+        name for name in re.findall(r"`([a-z]+\.[a-z_0-9]+)(?::[^`]*)?`", TEXT) if name.partition(".")[0] in sections
+    }
+    assert len(named) > 20
+    assert named - {"loss.detach"} <= keys
+
+
+def test_checks_of_doctor_exist() -> None:
+    for name in doctor_names():
+        assert f'"{name}"' in SOURCE, name
+    for part in re.findall(r"doctor(?:'s)? ((?:`[^`]+`(?:,\s+)?)+)", TEXT):
+        for name in re.findall(r"`([^`]+)`", part):
+            assert f'"{name}"' in SOURCE, name
+
+
+def test_checklist_items_exist() -> None:
+    named = re.findall(r"item \*([^*]+)\*", TEXT)
+    assert named
+    for name in named:
+        assert f'"{name}"' in SOURCE, name
+
+
+@pytest.mark.parametrize("entry", advice(), ids=lambda entry: entry[:40])
+def test_each_piece_of_advice_names_what_checks_it(entry: str) -> None:
+    checked = LINK.search(entry) or re.search(r"knobs? `|doctor(?:'s)?,? |item \*|`[a-z]+\.[a-z_]+", entry)
+    assert checked, entry
