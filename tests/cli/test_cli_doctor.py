@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine, command_line
 
-from frameworm.records.machine import MachineFacts, PortFacts, StorageFacts
+from frameworm.records.machine import GpuFacts, MachineFacts, PortFacts, StorageFacts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -120,8 +120,25 @@ def test_a_config_for_a_gpu_that_is_not_here(here: CommandLine, machine: Any) ->
     assert "quickstart.yaml · 1 process · cuda" in flat
 
 
-def test_a_step_that_does_not_fit(here: CommandLine, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frameworm.engine.fitness.detect_memory", lambda device: (2**20, "small"))
+def test_gpus(here: CommandLine, machine: Any) -> None:
+    gpu = GpuFacts("NVIDIA H200", 140 * 2**30, 9.0, 2**28, (), 40.0, 18, 16, 16, 5)
+    machine(gpus=(gpu,) * 4, torch_cuda="13.0", driver="580.1", nvml=True, nccl="2.28", triton=True, cpus_usable=64)
+    config = CONFIGS / "gpt2_124m.yaml"
+    ended = here(
+        "doctor", "--config", config, "--set", "model.num_layers=2", "--set", "parallel.strategy=zero3", "--json"
+    )
+    data = json.loads(ended.stdout)
+    assert data["processes"] == 4, "one for each GPU"
+    assert data["machine"]["gpus"][3]["name"] == "NVIDIA H200"
+    items = {item["name"]: item for item in data["checklist"]}
+    assert items["mixed precision"]["reason"] == "bf16"
+    assert items["no more divided than needed"]["settings"] == ["parallel.strategy=ddp"]
+    batch = items["micro-batch against the memory plan"]
+    assert (batch["state"], batch["settings"][0]) == ("not done", "training.micro_batch=128"), batch
+
+
+def test_a_step_that_does_not_fit(here: CommandLine, machine: Any) -> None:
+    machine(memory_bytes=2**20, memory_available_bytes=2**20)
     ended = here("doctor", "--config", QUICKSTART)
     assert ended.code == 1
     flat = " ".join(ended.stdout.split())
@@ -147,7 +164,7 @@ def test_usage(here: CommandLine, machine: Any, arguments: tuple[str, ...], word
 
 def test_this_machine_as_a_user_would(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "frameworm", "doctor", "--config", str(QUICKSTART), "--json"],
+        [sys.executable, "-m", "frameworm", "doctor", "--json"],
         capture_output=True,
         text=True,
         timeout=120,

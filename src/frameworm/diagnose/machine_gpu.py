@@ -13,6 +13,7 @@ MINIMUM_DRIVERS = {11: 450, 12: 525, 13: 580}
 # Words of hardware/nvml.py. A power cap under load is how such cards are run; the others hold the clock below that.
 HARMLESS_THROTTLING = {"power cap", "sync boost"}
 HELD_BY_OTHERS = 0.05
+CONTEXT_BYTES = 2**30  # asking torch for its GPUs may take a context by itself
 
 
 def gpu_checks(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> list[Check]:
@@ -85,14 +86,15 @@ def _same_gpus(facts: MachineFacts) -> Check | None:
 
 def _gpu_memory(facts: MachineFacts) -> Check:
     why = "what other programs hold is missing for training, and they take computing time too"
-    told = [
-        (i, gpu.used_bytes / gpu.memory_bytes)
-        for i, gpu in enumerate(facts.gpus)
-        if gpu.used_bytes and gpu.memory_bytes
-    ]
-    if not told:
+    told = [(index, gpu.used_bytes, gpu.memory_bytes) for index, gpu in enumerate(facts.gpus)]
+    known = [(index, used, total) for index, used, total in told if used is not None and total]
+    if not known:
         return Check("GPU memory", GROUP, "use not known", "unknown", _install_nvml(facts), why)
-    taken = [f"GPU {index} {share:.0%} taken" for index, share in told if share > HELD_BY_OTHERS]
+    taken = [
+        f"GPU {index} {used / total:.0%} taken"
+        for index, used, total in known
+        if used > max(HELD_BY_OTHERS * total, CONTEXT_BYTES)
+    ]
     if taken:
         remedy = "see nvidia-smi for the programs, or choose another GPU (gpu.device_ids)"
         return Check("GPU memory", GROUP, ", ".join(taken), "advice", remedy, why)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
 from frameworm.diagnose.machine import size
-from frameworm.engine.memory_planner import MemoryPlanner, detect_memory
+from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.errors import ConfigError, DeviceError
-from frameworm.hardware.devices import choose_device, supports_bf16
 from frameworm.records.machine import Check, Intent, MachineFacts, PlanFacts
 from frameworm.scaling.memory_model import capacity
 
@@ -18,6 +17,7 @@ log = logging.getLogger("frameworm")
 
 GROUP = "config"
 _STATE_BYTES = {"adamw": 8, "sgd": 4}
+_BF16_FROM = 8.0  # compute capability
 _SEVERAL = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -78,7 +78,7 @@ def judge_fit(config: Config, facts: MachineFacts, intent: Intent) -> Fitness:
 def _resolve(config: Config, facts: MachineFacts, world_size: int) -> tuple[Config, Check | None]:
     """The config for this machine, or else for a GPU that is not here, and then what is wrong."""
     if facts.gpus:
-        bf16 = supports_bf16(choose_device("cuda"))
+        bf16 = (facts.gpus[0].capability or _BF16_FROM) >= _BF16_FROM
         return resolve(config, world_size=world_size, device="cuda", bf16=bf16), None
     try:
         return resolve(config, world_size=world_size, device="cpu", bf16=True), None
@@ -97,19 +97,21 @@ def _plan(
     chosen = config.model_copy(update={"gpu": config.gpu.model_copy(update={"device": kind})})
     try:
         planner = MemoryPlanner(chosen, world_size)
-        return _plan_facts(planner, resolved), ()
+        return _plan_facts(planner, resolved, facts), ()
     except Exception as error:  # an own workload may need its data, or ask tensors for values
         log.debug("no plan of the memory", exc_info=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return None, (f"no memory plan: {reason}",)
 
 
-def _plan_facts(planner: MemoryPlanner, resolved: Config) -> PlanFacts:
+def _plan_facts(planner: MemoryPlanner, resolved: Config, machine: MachineFacts) -> PlanFacts:
     """Only what the checklist asks for: each further size or mode is a dry run of a second or two."""
     setting, fraction, training = planner.setting, planner.memory_fraction, resolved.training
     state = _STATE_BYTES[training.optimizer] if training.optimizer == "adamw" or training.momentum else 0
     parameters = planner.shapes.parameters
-    total, _name = detect_memory(planner.device)
+    total = machine.memory_bytes
+    if planner.device == "cuda":
+        total = machine.gpus[0].memory_bytes if machine.gpus else None
     plan = planner.plan()
     facts = PlanFacts(
         parameters=parameters,
