@@ -256,6 +256,9 @@ def test_what_is_right_by_its_circumstances() -> None:
     four = Intent(processes=4, on_gpu=False)
     assert judged(bound, {"SLURM_CPUS_PER_TASK": "2", "SLURM_PROCID": "0"}, four)["cores"].verdict == "ok"
     assert judged(bound, {"SLURM_PROCID": "0"}, four)["cores"].verdict == "problem"
+    # Told which interface to use, nobody asks for the host's name.
+    nameless = replace(MACHINE, host_resolves=False)
+    assert judged(nameless, {"GLOO_SOCKET_IFNAME": "eth0"}, NODES)["host name"].verdict == "ok"
     # A power limit under load is how such cards are run.
     capped = replace(MACHINE, gpus=(replace(GPU, throttle_reasons=("power cap",)),))
     assert judged(capped)["clock throttling"].verdict == "ok"

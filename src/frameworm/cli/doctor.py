@@ -41,8 +41,11 @@ def doctor(
 ) -> None:
     """Say what this machine has, what is wrong with it, and what to set.
 
-    With a config its optimisation checklist is checked item by item. A file of up to 128 MiB is written to the run
-    folder and removed. Exit code 0: no problem, 1: a problem was found, 2: usage.
+    With a config its optimisation checklist is checked item by item.
+
+    A file of up to 128 MiB is written to the run folder and removed.
+
+    Exit code 0: no problem, 1: a problem was found, 2: usage.
 
     Example: frameworm doctor --config configs/quickstart.yaml
 

@@ -14,7 +14,7 @@ def network_checks(
     facts: MachineFacts, variables: Mapping[str, str], intent: Intent, contradictions: Sequence[str]
 ) -> list[Check]:
     """Ports, names, interfaces and launch variables."""
-    checks: list[Check | None] = [_port(facts), _host_name(facts, intent), _launch(variables, contradictions)]
+    checks: list[Check | None] = [_port(facts), _host_name(facts, variables, intent), _launch(variables, contradictions)]
     checks += [_interface(name, facts, variables, intent) for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")]
     checks += [_infiniband(facts, variables), _locked_memory(facts)]
     return [check for check in checks if check is not None]
@@ -38,10 +38,12 @@ def _port(facts: MachineFacts) -> Check:
     return Check("rendezvous port", GROUP, found, "advice", remedy, why)
 
 
-def _host_name(facts: MachineFacts, intent: Intent) -> Check:
+def _host_name(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> Check:
     why = "gloo and torchrun tell other machines this machine's name"
     if facts.host_resolves is None:
         return Check("host name", GROUP, "not known", "unknown", "", why)
+    if variables.get("GLOO_SOCKET_IFNAME"):
+        return Check("host name", GROUP, "not needed: GLOO_SOCKET_IFNAME names the interface", "ok", "", why)
     if not facts.host_resolves:
         remedy = "add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network's interface"
         verdict: Verdict = "problem" if intent.nodes > 1 else "advice"
