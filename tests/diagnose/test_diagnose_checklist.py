@@ -49,6 +49,7 @@ def checked(
 
 
 CPU = replace(MACHINE, gpus=())
+OLD = replace(MACHINE, gpus=(replace(GPU, capability=7.5),))
 LINKED = replace(MACHINE, gpus=(GPU, GPU, GPU, GPU))
 SLOW = replace(MACHINE, gpus=(replace(GPU, nvlinks=0),) * 4)
 
@@ -58,6 +59,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str, str, dict[str, Any]
     ("deterministic mode off", TEXT, ("gpu.deterministic=true",), "not done", "gpu.deterministic=false", {}),
     ("nothing left from debugging", TEXT, (), "done", "no trace", {}),
     ("nothing left from debugging", TEXT, ("observe.trace=window",), "not done", "observe.trace=off", {}),
+    ("nothing left from debugging", TEXT, ("observe.nvtx=true",), "not done", "observe.nvtx=false", {}),
+    ("nothing left from debugging", TEXT, ("parallel.check_replicas=9",), "not done", "check_replicas=off", {}),
+    ("nothing left from debugging", TEXT, ("data.limit=100",), "not done", "data.limit=off", {}),
+    ("no padding", TEXT, ("data.shuffle=false",), "does not apply", "shuffle", {}),
     ("no padding", TEXT, (), "not done", "data.batching=packed", {}),
     ("no padding", TEXT, (), "not done", "data.batching=bucketed", {"facts": CPU}),
     ("no padding", TEXT, ("data.batching=packed",), "done", "packed", {}),
@@ -79,6 +84,21 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str, str, dict[str, Any]
     ("mixed precision", TEXT, (), "does not apply", "CPU", {"facts": CPU}),
     ("TF32 for what is left in fp32", TEXT, (), "done", "on", {}),
     ("TF32 for what is left in fp32", TEXT, ("gpu.tf32=false",), "not done", "gpu.tf32=true", {}),
+    ("TF32 for what is left in fp32", TEXT, (), "does not apply", "only GPUs", {"facts": CPU}),
+    ("TF32 for what is left in fp32", TEXT, (), "does not apply", "7.5", {"facts": OLD}),
+    ("TF32 for what is left in fp32", TEXT, ("gpu.deterministic=true",), "does not apply", "wins over", {}),
+    ("attention kernels", TEXT, (), "does not apply", "of a GPU", {"facts": CPU}),
+    ("attention kernels", OWN, (), "done", "scaled_dot_product_attention", {}),
+    ("fused loss", GPT, (), "does not apply", "on a GPU", {"facts": CPU}),
+    ("whole step as one CUDA graph", TEXT, ("gpu.deterministic=true",), "does not apply", "by the clock", {}),
+    (
+        "as many threads as cores",
+        TEXT,
+        (),
+        "does not apply",
+        "not known",
+        {"facts": replace(MACHINE, cpus_usable=None)},
+    ),
     ("attention kernels", GPT, (), "not done", "gpu.use_flash_attention=cudnn", {}),
     ("attention kernels", GPT, (), "done", "9", {"facts": replace(MACHINE, gpus=(replace(GPU, capability=8.0),))}),
     ("attention kernels", TEXT, (), "done", "auto", {}),
@@ -177,6 +197,19 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str, str, dict[str, Any]
         "zero2",
         {"world_size": 4},
     ),
+    ("compressed gradients", GPT, ("parallel.strategy=zero3",), "does not apply", "zero3", {"world_size": 4}),
+    ("compressed gradients", TEXT, ("parallel.sync_every=4",), "does not apply", "averaged", {"world_size": 4}),
+    ("no more divided than needed", GPT, ("parallel.strategy=zero3",), "done", "not known", {"world_size": 4}),
+    ("buckets that overlap with backward", TEXT, (), "done", "not known", {"world_size": 4, "plan": None}),
+    (
+        "buckets that overlap with backward",
+        TEXT,
+        ("parallel.bucket_cap_mb=1",),
+        "done",
+        "2.0 MiB",
+        {"world_size": 4, "plan": replace(PLAN, parameter_bytes=2 * 2**20)},
+    ),
+    ("no needless recomputing", TEXT, ("memory.activation_checkpointing=full",), "done", "not known", {}),
     ("compressed gradients", TEXT, (), "does not apply", "NVLink", {"world_size": 4, "facts": LINKED}),
     ("compressed gradients", TEXT, (), "not done", "parallel.compression=auto", {"world_size": 4, "facts": SLOW}),
     ("compressed gradients", TEXT, (), "not done", "=auto", {"world_size": 8, "nodes": 2, "facts": LINKED}),
@@ -253,6 +286,21 @@ def test_checkpoint_stall_is_modelled_from_the_measured_disk() -> None:
     assert gain is not None
     assert gain.basis == "modelled"
     assert "12 s per checkpoint" in gain.text
+
+
+def test_gains_are_of_the_case_at_hand() -> None:
+    recomputed = {"plan": replace(PLAN, largest={"off": 32})}
+    name = "no needless recomputing"
+    full = checked(TEXT, ("memory.activation_checkpointing=full",), **recomputed)[name].gain
+    selective = checked(TEXT, ("memory.activation_checkpointing=selective",), **recomputed)[name].gain
+    assert full is not None
+    assert selective is not None
+    assert (full.basis, selective.basis) == ("modelled", "unknown")
+    capture = "whole step as one CUDA graph"
+    by_workload = [checked(values)[capture].gain for values in (TEXT, GPT, OWN)]
+    assert [gain and gain.value for gain in by_workload] == [20.5, 1.14, None]
+    assert "tune also tries packed" in checked(TEXT, facts=CPU)["no padding"].reason
+    assert "tune also tries packed" not in checked(TEXT)["no padding"].reason
 
 
 def results(name: str) -> Any:

@@ -222,6 +222,63 @@ def test_what_is_wrong_is_seen(
     assert remedy in check.remedy, check
 
 
+ONE_GPU = {"gpus": (GPU,)}
+CARDS = {"infiniband": ("mlx5_0",)}
+# The same checks where a value is all right: check, changed facts, variables, intent, words found.
+RIGHT: list[tuple[str, dict[str, Any], dict[str, str], Intent, str]] = [
+    ("GPUs", ONE_GPU, {"CUDA_VISIBLE_DEVICES": "0"}, Intent(), "1 more hidden by CUDA_VISIBLE_DEVICES=0"),
+    ("GPUs", {"nvidia_devices": None}, {"CUDA_VISIBLE_DEVICES": "0,1"}, Intent(), "2 x NVIDIA H200"),
+    ("clock throttling", {"gpus": (replace(GPU, throttle_reasons=("power cap",)),)}, {}, Intent(), "power limit"),
+    ("clock throttling", {}, {}, Intent(), "none (at this moment"),
+    ("cores", {}, {}, Intent(), "16 usable of 16"),
+    ("cores", {}, {}, TWO, "16 usable of 16 for 2 ranks"),
+    ("cpu affinity", {}, {}, Intent(), "all 16 cores"),
+    ("cpu affinity", {"cpus_bound": frozenset({0, 1})}, {}, Intent(), "bound to 2 of 16 cores (0-1)"),
+    ("cpu quota", {"cpu_quota": 4.0, "quota_throttled_share": 0.01}, {}, Intent(), "1% of periods"),
+    ("cpu quota", {"cpu_quota": 4.0}, {}, Intent(), "4 cores"),
+    ("threads", {}, {}, TWO, "8 for each of 2 ranks, if frameworm starts them"),
+    ("threads", {"torch_threads": 16}, {}, Intent(), "16 per process on 16 cores"),
+    ("threads", {"torch_threads": 16, "gpus": ()}, {}, Intent(), "16 per process on 16 cores"),
+    ("InfiniBand", CARDS, {"NCCL_IB_DISABLE": "0"}, TWO, "mlx5_0"),
+    ("locked memory", CARDS, {}, TWO, "no limit"),
+    ("NCCL_TIMEOUT", {}, {"NCCL_TIMEOUT": "600"}, Intent(), "600 s"),
+    ("PYTORCH_ALLOC_CONF", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, TWO, "expandable_segments:True"),
+    ("left from debugging", {}, {}, Intent(on_gpu=False), "nothing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "variables", "intent", "found"), RIGHT, ids=[f"{i}-{case[0]}" for i, case in enumerate(RIGHT)]
+)
+def test_what_is_right_is_ok(
+    name: str, facts: dict[str, Any], variables: dict[str, str], intent: Intent, found: str
+) -> None:
+    check = judged(replace(MACHINE, **facts), variables, intent)[name]
+    assert check.verdict == "ok", check
+    assert found in check.found, check
+
+
+def test_one_gpu_has_no_company() -> None:
+    checks = judged(replace(MACHINE, nccl=None, **ONE_GPU))
+    assert not {"interconnect", "equal GPUs"} & set(checks)
+    assert checks["NCCL"].verdict == "unknown", "one GPU needs none"
+
+
+def test_the_run_folder_tells_what_is_known() -> None:
+    unmeasured = judged(replace(MACHINE, storage=StorageFacts("runs", True, filesystem="ext4")))["run folder"]
+    assert (unmeasured.verdict, unmeasured.found) == ("unknown", "runs (ext4)")
+    slow = replace(DISK, write_bytes_per_s=20e6)
+    assert "all of them see" not in judged(replace(MACHINE, storage=slow))["run folder"].remedy
+    shared = replace(slow, filesystem="nfs4")
+    assert "all of them see" in judged(replace(MACHINE, storage=shared))["run folder"].remedy
+
+
+def test_packages_are_named_one_by_one() -> None:
+    assert "triton" not in judged(replace(MACHINE, nvml=False))["GPU packages"].found
+    assert "nvidia-ml-py" not in judged(replace(MACHINE, triton=False))["GPU packages"].found
+    assert "triton" in judged(replace(MACHINE, triton=False))["GPU packages"].found
+
+
 def test_every_check_is_made_wrong_once() -> None:
     """A check that no case above turns from ok would pass with its rule deleted."""
     names = set(judged(MACHINE, {}, TWO)) | set(judged(HOST))
@@ -244,7 +301,10 @@ def test_unwanted_variables(rule: Any) -> None:
 
 def test_unwanted_variables_of_gpus_do_not_matter_on_a_cpu() -> None:
     variables = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    assert not set(judged(HOST, variables)) & set(variables)
+    checks = judged(HOST, variables)
+    assert not set(checks) & set(variables)
+    assert checks["left from debugging"].verdict == "ok"
+    assert "left from debugging" not in judged(HOST, {"OMP_NUM_THREADS": "many"})
 
 
 def test_what_is_right_by_its_circumstances() -> None:
@@ -264,7 +324,8 @@ def test_what_is_right_by_its_circumstances() -> None:
     assert judged(capped)["clock throttling"].verdict == "ok"
     # GPUs without NVLink are no fault, but worth a word.
     plain = replace(GPU, nvlinks=0)
-    assert judged(replace(MACHINE, gpus=(plain, plain)))["interconnect"].verdict == "advice"
+    beside = judged(replace(MACHINE, gpus=(plain, plain)))["interconnect"]
+    assert (beside.verdict, beside.found) == ("advice", "PCIe")
     assert "host memory" in judged(replace(MACHINE, gpus=(plain, plain), peer_access=False))["interconnect"].why
     # NCCL takes prefixes and exclusions.
     for value in ("eth", "=eth0", "^docker"):
