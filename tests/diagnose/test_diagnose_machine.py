@@ -336,4 +336,6 @@ def test_contradicting_launch_variables_are_a_problem_and_named() -> None:
     checks = judge_machine(MACHINE, {}, TWO, ["SLURM_NTASKS=4 but SLURM_NPROCS=2"])
     check = next(check for check in checks if check.name == "launch variables")
     assert check.verdict == "problem"
-    assert "SLURM_NPROCS=2" in check.found
+    assert check.found == "SLURM_NTASKS=4 but SLURM_NPROCS=2"
+    several = judge_machine(MACHINE, {}, TWO, ["one", "two"])
+    assert next(check.found for check in several if check.name == "launch variables") == "(1) one. (2) two."

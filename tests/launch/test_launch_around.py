@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from frameworm.launch.around import look_around
 from frameworm.launch.plan import DEFAULT_PORT
 
@@ -43,3 +45,12 @@ def test_variables_that_contradict_each_other_are_told_and_not_refused() -> None
     broken = look_around({"MASTER_PORT": "many"})
     assert "MASTER_PORT=many" in broken.contradictions[0]
     assert broken.port == DEFAULT_PORT
+
+
+def test_slurm_variables_that_contradict_each_other_outside_of_a_step() -> None:
+    pytest.importorskip("frameworm.launch.slurm_environment")
+    around = look_around({"SLURM_JOB_ID": "7", "SLURM_JOBID": "8", "SLURM_NTASKS": "4", "SLURM_NPROCS": "2"})
+    assert [("SLURM_JOBID=8" in text, "SLURM_NPROCS=2" in text) for text in around.contradictions] == [
+        (True, False),
+        (False, True),
+    ]

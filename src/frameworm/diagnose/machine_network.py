@@ -14,7 +14,11 @@ def network_checks(
     facts: MachineFacts, variables: Mapping[str, str], intent: Intent, contradictions: Sequence[str]
 ) -> list[Check]:
     """Ports, names, interfaces and launch variables."""
-    checks: list[Check | None] = [_port(facts), _host_name(facts, variables, intent), _launch(variables, contradictions)]
+    checks: list[Check | None] = [
+        _port(facts),
+        _host_name(facts, variables, intent),
+        _launch(variables, contradictions),
+    ]
     checks += [_interface(name, facts, variables, intent) for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")]
     checks += [_infiniband(facts, variables), _locked_memory(facts)]
     return [check for check in checks if check is not None]
@@ -58,7 +62,9 @@ def _host_name(facts: MachineFacts, variables: Mapping[str, str], intent: Intent
 def _launch(variables: Mapping[str, str], contradictions: Sequence[str]) -> Check:
     why = "ranks that disagree on who they are wait for each other until the time-out"
     if contradictions:
-        found = "; ".join(contradictions)
+        found = contradictions[0]
+        if len(contradictions) > 1:
+            found = " ".join(f"({number}) {text}." for number, text in enumerate(contradictions, 1))
         return Check("launch variables", GROUP, found, "problem", "unset or correct the variable that is named", why)
     kinds = [
         word
