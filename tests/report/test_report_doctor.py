@@ -40,6 +40,15 @@ def test_everything_is_told_within_the_width(width: int) -> None:
     assert "\x1b" not in text
 
 
+def test_a_long_name_does_not_push_the_others_aside() -> None:
+    long = Check("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "first", "not set", "advice", "set it", LONG)
+    lines = render_doctor(FACTS, [*CHECKS, long], width=80).splitlines()
+    assert "  ok       fine                  all right" in lines
+    assert "  advice   TORCH_DISABLE_SHARE_RDZV_TCP_STORE  not set" in lines
+    assert "                                 do:  set it" in lines
+    assert max(len(line) for line in lines) <= 80
+
+
 def test_without_a_config() -> None:
     text = render_doctor(MachineFacts(), CHECKS[:1])
     assert "no GPU" in text

@@ -11,6 +11,7 @@ from frameworm.report.layout import heading
 from frameworm.report.tables import plain
 
 _NARROWEST = 60
+_WIDEST_NAME = 20  # longer ones, such as names of variables, reach into their line
 _MARKS = {"ok": "ok", "advice": "advice", "problem": "PROBLEM", "unknown": "unknown"}
 _STATES = ("not done", "done", "does not apply")
 
@@ -35,7 +36,7 @@ def render_doctor(
     """
     width = max(width, _NARROWEST)
     lines = heading(f"doctor · {_machine(facts)}", width)
-    names = max((len(check.name) for check in checks), default=0)
+    names = min(max((len(check.name) for check in checks), default=0), _WIDEST_NAME)
     for group in dict.fromkeys(check.group for check in checks):
         lines += ["", group]
         for check in checks:
@@ -59,9 +60,9 @@ def _machine(facts: MachineFacts) -> str:
 
 def _check(check: Check, names: int, width: int) -> list[str]:
     left = f"  {_MARKS[check.verdict]:<7}  {plain(check.name):<{names}}  "
-    lines = _wrapped(left, check.found, width)
+    indent = " " * (2 + 7 + 2 + names + 2)
+    lines = _wrapped(left, check.found, width, indent=len(indent))
     if check.verdict in ("advice", "problem") or check.remedy:
-        indent = " " * len(left)
         lines += _wrapped(f"{indent}do:  ", check.remedy, width) if check.remedy else []
         lines += _wrapped(f"{indent}why: ", check.why, width) if check.why else []
     return lines
