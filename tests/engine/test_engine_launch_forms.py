@@ -27,7 +27,7 @@ from workbench import classification, make_optimizer, mlp
 
 from frameworm import Trainer
 from frameworm.distributed import DDPTrainer, setup_ddp
-from frameworm.launch.environment import derived_port
+from frameworm.launch.slurm_environment import derived_port
 from frameworm.records.writer import read_steps
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -7,25 +7,19 @@ typed values made here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from frameworm.errors import EnvironmentSetupError
-from frameworm.launch.hostlist import expand_hostlist
+from frameworm.launch.slurm_environment import SlurmStep, slurm_step
+from frameworm.launch.variables import check_below, integer, required
 
 Launcher = Literal["torchrun", "srun", "explicit", "spawn", "none"]
 
 # The run id is how a worker recognises that frameworm's own launcher, not a bare torchrun, reports its errors.
 RUN_ID_PREFIX = "frameworm-"
-
-# SLURM numbers its batch script, interactive shell and the like from here on: they are steps, but not srun's.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
-
-# Below the range from which Linux takes ports for outgoing connections, so that none of those is in the way.
-_FIRST_DERIVED_PORT, _DERIVED_PORTS = 20000, 12768
 
 
 @dataclass(frozen=True)
@@ -45,20 +39,6 @@ class ProcessInfo:
     def device_index(self, device_count: int) -> int:
         """Index of this process's GPU among the visible ones; SLURM may show each task only its own."""
         return 0 if self.launcher == "srun" and device_count == 1 else self.local_rank
-
-
-@dataclass(frozen=True)
-class SlurmStep:
-    """What srun tells a task of its step."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    master_address: str
-    master_port: int
 
 
 @dataclass(frozen=True)
@@ -140,18 +120,18 @@ def require_master(around: Surroundings, world_size: int) -> tuple[str | None, i
 def read_surroundings(environ: Mapping[str, str] | None = None) -> Surroundings:
     """Read and check the variables of torchrun, SLURM and hand-written launch scripts."""
     variables = os.environ if environ is None else environ
-    port = _integer(variables, "MASTER_PORT", minimum=1)
+    port = integer(variables, "MASTER_PORT", minimum=1)
     if port is not None and port > 65535:
         raise EnvironmentSetupError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
     address = variables.get("MASTER_ADDR") or None
     in_worker = bool(variables.get("LOCAL_RANK"))
     return Surroundings(
         worker=_torchrun_worker(variables, address, port) if in_worker else None,
-        step=None if in_worker else _slurm_step(variables, address, port),
+        step=None if in_worker else slurm_step(variables, address, port),
         explicit=None if in_worker else _explicit_rank(variables),
         master_address=address,
         master_port=port,
-        node_rank=_integer(variables, "NODE_RANK"),
+        node_rank=integer(variables, "NODE_RANK"),
         job_id=variables.get("SLURM_JOB_ID") or None,
     )
 
@@ -187,7 +167,7 @@ def all_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
-    return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0
+    return integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def reported_by_launcher(environ: Mapping[str, str] | None = None) -> bool:
@@ -226,123 +206,38 @@ def added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _integer(variables: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
-    """The whole number in a variable; None when it is unset or empty."""
-    text = variables.get(name)
-    if not text:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        raise EnvironmentSetupError(f"{name}={text} is not a whole number") from None
-    if value < minimum:
-        raise EnvironmentSetupError(f"{name}={value} must be {minimum} or more")
-    return value
-
-
-def _required(variables: Mapping[str, str], name: str, beside: str, minimum: int = 0) -> int:
-    value = _integer(variables, name, minimum)
-    if value is None:
-        raise EnvironmentSetupError(f"{name} is not set, but {beside} is: set both or neither")
-    return value
-
-
-def _check_below(low: str, low_value: int, high: str, high_value: int) -> None:
-    if low_value >= high_value:
-        raise EnvironmentSetupError(f"{low}={low_value} must be below {high}={high_value}; ranks count from 0")
-
-
 def _torchrun_worker(variables: Mapping[str, str], address: str | None, port: int | None) -> ProcessInfo:
     """The place torch's agent (or a script that imitates it) gives to a worker."""
-    local_rank = _required(variables, "LOCAL_RANK", "")
-    rank = _required(variables, "RANK", "LOCAL_RANK")
-    world_size = _required(variables, "WORLD_SIZE", "LOCAL_RANK", minimum=1)
-    _check_below("RANK", rank, "WORLD_SIZE", world_size)
-    local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1) or world_size
-    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    local_rank = required(variables, "LOCAL_RANK", "")
+    rank = required(variables, "RANK", "LOCAL_RANK")
+    world_size = required(variables, "WORLD_SIZE", "LOCAL_RANK", minimum=1)
+    check_below("RANK", rank, "WORLD_SIZE", world_size)
+    local_world_size = integer(variables, "LOCAL_WORLD_SIZE", minimum=1) or world_size
+    check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if value is None and world_size > 1:
             raise EnvironmentSetupError(f"{name} is not set, but LOCAL_RANK is and WORLD_SIZE={world_size}")
-    node_rank = _integer(variables, "GROUP_RANK")
+    node_rank = integer(variables, "GROUP_RANK")
     return ProcessInfo(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
         node_rank=rank // local_world_size if node_rank is None else node_rank,
-        num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1) or -(-world_size // local_world_size),
+        num_nodes=integer(variables, "GROUP_WORLD_SIZE", minimum=1) or -(-world_size // local_world_size),
         master_address=address,
         master_port=port,
         launcher="torchrun",
     )
 
 
-def _slurm_step(variables: Mapping[str, str], address: str | None, port: int | None) -> SlurmStep | None:
-    """The srun task this process is; a batch script or an allocation's shell is none."""
-    step_id = _integer(variables, "SLURM_STEP_ID")
-    rank = _integer(variables, "SLURM_PROCID")
-    if step_id is None or rank is None or step_id >= _FIRST_SPECIAL_STEP:
-        return None
-    tasks_name = "SLURM_STEP_NUM_TASKS" if variables.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    world_size = _required(variables, tasks_name, "SLURM_PROCID", minimum=1)
-    _check_below("SLURM_PROCID", rank, tasks_name, world_size)
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
-    if address is None and not nodes:
-        if world_size > 1:
-            raise EnvironmentSetupError(
-                "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set: set MASTER_ADDR to the first node's name"
-            )
-        nodes = "localhost"
-    hosts = expand_hostlist(nodes) if nodes else None
-    node_rank = _integer(variables, "SLURM_NODEID") or 0
-    num_nodes = (
-        _integer(variables, "SLURM_STEP_NUM_NODES", minimum=1)
-        or (len(hosts) if hosts else None)
-        or _integer(variables, "SLURM_NNODES", minimum=1)
-        or 1
-    )
-    _check_below("SLURM_NODEID", node_rank, "SLURM_STEP_NUM_NODES", num_nodes)
-    local_rank = _integer(variables, "SLURM_LOCALID")
-    if local_rank is None:
-        raise EnvironmentSetupError("SLURM_LOCALID is not set, but SLURM_PROCID is: start the task with srun")
-    local_world_size = _tasks_on_node(variables, node_rank) or -(-world_size // num_nodes)
-    _check_below("SLURM_LOCALID", local_rank, "the node's number of tasks", local_world_size)
-    job_id = _integer(variables, "SLURM_JOB_ID") or 0
-    return SlurmStep(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_address=address or (hosts or ["localhost"])[0],
-        master_port=port or derived_port(job_id, step_id),
-    )
-
-
-def derived_port(job_id: int, step_id: int) -> int:
-    """A port that every task of a step computes alike, and that neighbouring jobs and steps do not share."""
-    return _FIRST_DERIVED_PORT + (job_id * 31 + step_id) % _DERIVED_PORTS
-
-
-def _tasks_on_node(variables: Mapping[str, str], node_rank: int) -> int | None:
-    """Entry of this node in SLURM's `2(x3),1`."""
-    counts: list[int] = []
-    for part in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return None
-        counts.extend([int(match.group(1))] * int(match.group(2) or 1))
-    return counts[node_rank] if node_rank < len(counts) else None
-
-
 def _explicit_rank(variables: Mapping[str, str]) -> ExplicitRank | None:
     """RANK and WORLD_SIZE set by hand; WORLD_SIZE=1 alone says nothing."""
-    rank = _integer(variables, "RANK")
-    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    rank = integer(variables, "RANK")
+    world_size = integer(variables, "WORLD_SIZE", minimum=1)
     if rank is None and world_size in (None, 1):
         return None
-    rank = _required(variables, "RANK", "WORLD_SIZE")
-    world_size = _required(variables, "WORLD_SIZE", "RANK", minimum=1)
-    _check_below("RANK", rank, "WORLD_SIZE", world_size)
-    return ExplicitRank(rank, world_size, _integer(variables, "LOCAL_WORLD_SIZE", minimum=1))
+    rank = required(variables, "RANK", "WORLD_SIZE")
+    world_size = required(variables, "WORLD_SIZE", "RANK", minimum=1)
+    check_below("RANK", rank, "WORLD_SIZE", world_size)
+    return ExplicitRank(rank, world_size, integer(variables, "LOCAL_WORLD_SIZE", minimum=1))

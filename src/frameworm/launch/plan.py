@@ -10,13 +10,13 @@ from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.environment import (
     ExplicitRank,
     ProcessInfo,
-    SlurmStep,
     Surroundings,
     detect,
     join_step,
     read_surroundings,
     require_master,
 )
+from frameworm.launch.slurm_environment import SlurmStep
 
 DEFAULT_PORT = 29500
 

@@ -1,0 +1,35 @@
+"""Numbers in environment variables, and what to say when they make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from frameworm.errors import EnvironmentSetupError
+
+
+def integer(variables: Mapping[str, str], name: str, minimum: int = 0) -> int | None:
+    """The whole number in a variable; None when it is unset or empty."""
+    text = variables.get(name)
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise EnvironmentSetupError(f"{name}={text} is not a whole number") from None
+    if value < minimum:
+        raise EnvironmentSetupError(f"{name}={value} must be {minimum} or more")
+    return value
+
+
+def required(variables: Mapping[str, str], name: str, beside: str, minimum: int = 0) -> int:
+    """The whole number in a variable that has to be there because another one is."""
+    value = integer(variables, name, minimum)
+    if value is None:
+        raise EnvironmentSetupError(f"{name} is not set, but {beside} is: set both or neither")
+    return value
+
+
+def check_below(low: str, low_value: int, high: str, high_value: int) -> None:
+    """A rank must be below the number of ranks."""
+    if low_value >= high_value:
+        raise EnvironmentSetupError(f"{low}={low_value} must be below {high}={high_value}; ranks count from 0")
