@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import doctor, guard, observe, report, scale, sweep, train, tune
+from frameworm.cli import doctor, guard, observe, report, scale, slurm, sweep, train, tune
 from frameworm.errors import FramewormError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ tune.register(app)
 guard.register(app)
 report.register(app)
 doctor.register(app)
+slurm.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -46,6 +46,8 @@ def train(
     ),
     out: Optional[Path] = typer.Option(None, help="Run folder; runs/<name>-<time> unless given."),  # noqa: UP045
     resume: Optional[str] = typer.Option(None, help="Go on with a run: its folder, or auto."),  # noqa: UP045
+    log_dir: Optional[Path] = typer.Option(None, help="Folder for one log file per rank."),  # noqa: UP045
+    stop_grace: float = typer.Option(30.0, min=1.0, help="Seconds that workers get to save when told to stop."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Train what a config describes.
@@ -68,7 +70,11 @@ def train(
         device_count=_device_count(loaded) if distributed else 0,
     )
     if plan.action == "launch":
-        raise typer.Exit(_launch(loaded, plan, resumes=resume is not None))
+        raise typer.Exit(_launch(loaded, plan, stop_grace, resumes=resume is not None))
+    if log_dir is not None:
+        from frameworm.launch.rank_logs import write_to_log_of
+
+        write_to_log_of(plan.process.rank, plan.process.world_size, log_dir)
     if plan.action == "single":
         _check_alone()
     raise typer.Exit(_train_here(loaded, plan, out, resume, as_json))
@@ -104,7 +110,7 @@ def _device_count(config: Config) -> int:
     return look_at_machine(config).device_count
 
 
-def _launch(config: Config, plan: LaunchPlan, *, resumes: bool) -> int:
+def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, *, resumes: bool) -> int:
     """Start this node's workers; the config is checked for that many processes first."""
     from frameworm.engine.run import resolve_here
     from frameworm.hardware.host import usable_cpus
@@ -112,7 +118,8 @@ def _launch(config: Config, plan: LaunchPlan, *, resumes: bool) -> int:
 
     elastic = plan.min_nodes != plan.max_nodes
     resolve_here(config, plan.nproc_per_node * plan.max_nodes, resized=resumes or elastic)
-    return launch_workers(plan, [sys.executable, "-m", "frameworm", *sys.argv[1:]], usable_cpus=usable_cpus())
+    command = [sys.executable, "-m", "frameworm", *sys.argv[1:]]
+    return launch_workers(plan, command, usable_cpus=usable_cpus(), stop_grace_s=stop_grace_s)
 
 
 def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str | None, as_json: bool) -> int:
