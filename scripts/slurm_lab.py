@@ -68,7 +68,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=30
-KillWait=10
+KillWait=5
 MinJobAge=600
 GresTypes=gpu
 {nodes}
@@ -146,8 +146,8 @@ class SlurmLab:
             return
         if len(self._daemons) > 1:
             try:
-                self.ask("scancel", "--partition=lab", check=False)
-                _wait(lambda: not self.ask("squeue", "--noheader", check=False).strip(), STOP_LIMIT_S)
+                self.ask("scancel", "--full", "--signal=KILL", "--partition=lab", check=False)
+                _wait(lambda: not self.ask("squeue", "--noheader", "--states=R,CG", check=False).strip(), STOP_LIMIT_S)
             except subprocess.TimeoutExpired:
                 pass  # the controller is gone; the processes are ended below all the same
         for daemon in reversed(self._daemons):

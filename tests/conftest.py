@@ -140,20 +140,24 @@ def _kill(processes: list[BaseProcess]) -> None:
             process.join(10)
 
 
-@pytest.fixture(scope="session")
-def network_lab_script() -> ModuleType:
-    """`scripts/network_lab.py` as a module; skips where no lab can be built."""
-    path = Path(__file__).parents[1] / "scripts" / "network_lab.py"
-    spec = importlib.util.spec_from_file_location("network_lab", path)
+def _lab_script(name: str) -> ModuleType:
+    """A lab of `scripts/` as a module; skips where it cannot be built."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["network_lab"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     reason = module.available()
     if reason is not None:
-        pytest.skip(f"no network lab here: {reason}")
+        pytest.skip(f"no {name.replace('_', ' ')} here: {reason}")
     return module
+
+
+@pytest.fixture(scope="session")
+def network_lab_script() -> ModuleType:
+    """`scripts/network_lab.py` as a module; skips where no lab can be built."""
+    return _lab_script("network_lab")
 
 
 @pytest.fixture
@@ -161,6 +165,19 @@ def network_lab(network_lab_script: ModuleType) -> Iterator[Callable[..., Any]]:
     """Build hosts with limited links: `network_lab(hosts=2, rate="100mbit")` is a lab that the test's end removes."""
     with contextlib.ExitStack() as labs:
         yield lambda *args, **settings: labs.enter_context(network_lab_script.NetworkLab(*args, **settings))
+
+
+@pytest.fixture(scope="session")
+def slurm_lab_script() -> ModuleType:
+    """`scripts/slurm_lab.py` as a module; skips where SLURM is not installed."""
+    return _lab_script("slurm_lab")
+
+
+@pytest.fixture(scope="session")
+def slurm_lab(slurm_lab_script: ModuleType) -> Iterator[Any]:
+    """A SLURM of two nodes, n0 and n1, that runs until the session ends."""
+    with slurm_lab_script.SlurmLab(nodes=2) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="session")
