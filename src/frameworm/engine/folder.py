@@ -12,6 +12,7 @@ from frameworm.errors import RunFolderError
 from frameworm.launch.process_group import broadcast_object
 from frameworm.observe.sinks import TensorBoardSink
 from frameworm.records.events import Listener
+from frameworm.records.gradients import GradientTimes
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, newest_unfinished
@@ -107,6 +108,13 @@ class RunOutput:
         return [
             f"{self._writer.lost} step records of rank {self._rank} were lost: {self._writer.problem or 'queue full'}"
         ]
+
+    def write_gradients(self, gradients: GradientTimes) -> None:
+        """Write what a prediction needs to know of the gradients; a resumed run may have seen none and keeps its file."""
+        if self.folder is None or (self.resumed and not gradients.measured):
+            return
+        with contextlib.suppress(RunFolderError):  # a full disk is told of by what follows
+            gradients.save(self.folder.path)
 
     def write_results(self, record: RunRecord, series: Sequence[SeriesPoint], config_text: str) -> None:
         """Write summary and report; a disk that refuses does not undo the training."""

@@ -58,6 +58,7 @@ from frameworm.launch.reports import RankReports
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.observe.communication import recorded
 from frameworm.observe.device_clock import make_clock
+from frameworm.observe.gradient_times import GradientWatch, unseen_because, watched
 from frameworm.observe.ranks import RankWatch
 from frameworm.observe.system import make_sampler
 from frameworm.observe.windows import Windows
@@ -126,16 +127,18 @@ class TrainingSession:
         self._ranks: RankWatch | None = None
         if job.strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
             self._ranks = RankWatch(self._rank, self._world_size, job.strategy.device, clock.max_steps_ahead - 1)
-        step: TrainStep | CapturedStep = TrainStep(
+        step: TrainStep | CapturedStep
+        step = eager = TrainStep(
             job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock
         )
         if recorder is not None:
             update.halves = HalfWeights.of(job.model, job.precision.dtype)
+        unseen = unseen_because(recorder is not None, self._world_size, job.strategy.shards_parameters)
+        self._gradients = GradientWatch(job.model, job.strategy.device, eager.marking, clock.mark, unseen)
         self._captured: CapturedStep | None = None
         self._stream: torch.cuda.Stream | None = None
         if recorder is not None:
-            assert isinstance(step, TrainStep)
-            step = self._captured = CapturedStep(step, recorder, clock, trial=config.gpu.capture == "auto")
+            step = self._captured = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
             self._stream = recorder.stream
         self._state = TrainingState(
             job.model, job.optimizer, schedule, job.precision, job.strategy, Progress(), config.seed
@@ -185,7 +188,7 @@ class TrainingSession:
             validate=None if job.validation is None else self._validate,
             sum_over_ranks=self._sum_over_ranks,
             ranks=self._ranks,
-            before_step=self._guard.before_step,
+            before_step=watched(self._gradients, self._guard.before_step),
             gate=job.gate,
         )
         self._notes = [*job.notes, update.note, capture_note, job.strategy.note, halving_note]
@@ -338,6 +341,7 @@ class TrainingSession:
         self._notes += self._windows.close()
         self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, [problem])
         if self._rank == 0:
+            self._output.write_gradients(self._gradients.result())
             judge_run(self.record, self._tally, self._job.config)
             self._output.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         self._events.on_run_end(self.record)

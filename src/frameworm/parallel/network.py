@@ -11,7 +11,7 @@ import itertools
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -84,13 +84,16 @@ def probe_network(
         raise NetworkModelError("a probe needs a size, a collective and a repetition at least")
     begin = perf_counter()
     times: dict[Trial, list[float]] = {}
+    processor_times: dict[Trial, list[float]] = {}
 
     def measure(trials: Sequence[Trial]) -> float:
         """One repetition of each; the time left by rank 0's clock."""
         taken = [ranks.time_s(collective, size) for collective, size in trials]
-        *slowest, left_s = ranks.largest([*taken, budget_s - (perf_counter() - begin)])
-        for trial, time_s in zip(trials, slowest):
+        both = [value for pair in taken for value in pair]
+        *slowest, left_s = ranks.largest([*both, budget_s - (perf_counter() - begin)])
+        for trial, time_s, processor_s in zip(trials, slowest[::2], slowest[1::2]):
             times.setdefault(trial, []).append(time_s)
+            processor_times.setdefault(trial, []).append(processor_s)
         if tell is not None:
             tell(min(1.0, 1 - left_s / budget_s))
         return left_s
@@ -123,7 +126,10 @@ def probe_network(
             break
     return NetworkModel(
         points={
-            collective: tuple(NetworkPoint.from_times(size, times[collective, size]) for size in taken_in)
+            collective: tuple(
+                NetworkPoint.from_times(size, times[collective, size], processor_times[collective, size])
+                for size in taken_in
+            )
             for collective in collectives
         },
         world_size=ranks.world_size,
@@ -198,8 +204,8 @@ class _Ranks:
         for collective in collectives:
             self.time_s(collective, size)
 
-    def time_s(self, collective: str, size: int) -> float:
-        """This rank's time for one collective that all begin together."""
+    def time_s(self, collective: str, size: int) -> tuple[float, float]:
+        """This rank's time for one collective that all begin together, and its processor time, all threads."""
         if self._source.numel() < size:
             # Filled, so that no first touch of a page is part of a time.
             self._source, self._target = (
@@ -209,11 +215,11 @@ class _Ranks:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=self._barrier_on)
-        begin = perf_counter()
+        processor_begin, begin = process_time(), perf_counter()
         call()
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
-        return perf_counter() - begin
+        return perf_counter() - begin, process_time() - processor_begin
 
     def _call(self, collective: str, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
         if collective == "all_reduce":

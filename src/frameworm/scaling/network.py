@@ -24,7 +24,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ class NetworkPoint:
     q1_s: float
     q3_s: float
     repetitions: int
+    cpu_s: float | None = None  # processor time of a rank, all its threads; None where nobody looked
 
     @classmethod
-    def from_times(cls, size_bytes: int, times_s: Sequence[float]) -> NetworkPoint:
+    def from_times(cls, size_bytes: int, times_s: Sequence[float], cpu_times_s: Sequence[float] = ()) -> NetworkPoint:
         """Sum repetitions up."""
         ordered = sorted(times_s)
         return cls(
@@ -61,6 +62,7 @@ class NetworkPoint:
             percentile(ordered, 0.25),
             percentile(ordered, 0.75),
             len(ordered),
+            percentile(sorted(cpu_times_s), 0.5) if cpu_times_s else None,
         )
 
 
@@ -173,6 +175,15 @@ class NetworkModel:
         share = bus_share(collective, world_size) / bus_share(collective, self.world_size)
         return latency_s * steps + (measured_s - latency_s) * share
 
+    def host_seconds(self, collective: str, size_bytes: float, world_size: int | None = None) -> float:
+        """Processor time that a collective takes on a rank; 0 where that was not measured."""
+        seen = [point for point in self.points.get(collective, ()) if point.cpu_s is not None]
+        if not seen:
+            return 0.0
+        taken = [replace(point, median_s=max(point.cpu_s or 0.0, 1e-9)) for point in seen]
+        share = bus_share(collective, world_size or self.world_size) / bus_share(collective, self.world_size)
+        return _interpolate(taken, size_bytes) * share
+
     def fit(self, collective: str) -> CollectiveFit:
         """Latency and bandwidth of a collective (bytes of its size per second)."""
         return fit(self._of(collective))
@@ -230,6 +241,7 @@ class NetworkModel:
                         q1_s=float(item["q1_s"]),
                         q3_s=float(item["q3_s"]),
                         repetitions=int(item["repetitions"]),
+                        cpu_s=None if item.get("cpu_s") is None else float(item["cpu_s"]),
                     )
                     for item in items
                 )
