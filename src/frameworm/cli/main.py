@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import doctor, guard, observe, report, scale, slurm, sweep, train, tune
+from frameworm.cli import doctor, guard, observe, predict, report, scale, slurm, sweep, train, tune
 from frameworm.errors import FramewormError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ train.register(app)
 observe.register(app)
 scale.register(app)
 sweep.register(app)
+predict.register(app)
 tune.register(app)
 guard.register(app)
 report.register(app)

@@ -42,6 +42,10 @@ class Network(Protocol):
     def describe(self) -> str:
         """In words."""
 
+    @property
+    def gbps(self) -> float | None:
+        """What a link carries in one direction (between the nodes, where there are any), in Gbit/s."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -137,6 +141,10 @@ class LinkNetwork:
         _, worst, best = self.link.attained
         return replace(self, share=best), replace(self, share=worst)
 
+    @property
+    def gbps(self) -> float | None:
+        return self.link.bytes_per_s / GIGABIT
+
     def describe(self) -> str:
         rate = self.link.bytes_per_s / GIGABIT
         given = "" if self.link.source == "given" else f"{self.link.name}, "
@@ -186,9 +194,13 @@ class MeasuredNetwork:
         high = percentile(sorted(point.q3_s / point.median_s for point in points), 0.5)
         return replace(self, stretch=self.stretch * low), replace(self, stretch=self.stretch * high)
 
-    def describe(self) -> str:
+    @property
+    def gbps(self) -> float | None:
         rate = self.model.bus_bytes_per_s()
-        carries = "unknown" if rate is None else f"{rate * self.factor / GIGABIT:.3g} Gbit/s per link"
+        return None if rate is None else rate * self.factor / GIGABIT
+
+    def describe(self) -> str:
+        carries = "unknown" if self.gbps is None else f"{self.gbps:.3g} Gbit/s per link"
         latency_us = self.model.latency_s() * 1e6
         return f"measured between {self.model.world_size} ranks: {carries}, {latency_us:.3g} us an all_reduce at least"
 
@@ -243,6 +255,10 @@ class NodesNetwork:
     def bounds(self) -> tuple[Network, Network]:
         near, far = self.inside.bounds(), self.between.bounds()
         return replace(self, inside=near[0], between=far[0]), replace(self, inside=near[1], between=far[1])
+
+    @property
+    def gbps(self) -> float | None:
+        return self.between.gbps
 
     def describe(self) -> str:
         return (
