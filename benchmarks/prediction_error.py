@@ -51,7 +51,7 @@ from frameworm.scaling.traffic import Codec, Gradient
 RATES = ("100mbit", "300mbit", "1gbit", "unlimited")
 ROOT = Path(__file__).parents[1]
 MEDIAN_GOAL, P90_GOAL, REGRET_GOAL, PUBLISHED_GOAL = 0.07, 0.15, 0.05, 0.15
-LIMIT_S, MOST_STEPS = 3.0, 8
+LIMIT_S, MOST_STEPS = 2.0, 6
 PROBE_S = 4.0
 AG_NEWS_RATE = "300mbit"
 
@@ -213,8 +213,9 @@ def run_hosts(wanted: Sequence[Case], notebook: Notebook, options: argparse.Name
         ranks = Ranks(lab, Path(folder))
         try:
             tell_progress(f"{hosts} hosts: profiles and codecs")
-            profiles = {kind: make_profile(ranks.ask("profile", kind)) for kind in dict.fromkeys(c.kind for c in wanted)}
-            codecs = ranks.ask("codecs")
+            kinds = dict.fromkeys(case.kind for case in wanted)
+            profiles = {kind: make_profile(ranks.ask("profile", kind)) for kind in kinds}
+            codecs = {kind: ranks.ask("codecs", kind) for kind in profiles}
             cores = len(os.sched_getaffinity(0))
             for rate in dict.fromkeys(case.rate for case in wanted):
                 lab.set_rate(None if rate == "unlimited" else rate)
@@ -224,7 +225,7 @@ def run_hosts(wanted: Sequence[Case], notebook: Notebook, options: argparse.Name
                 data["networks"][f"{hosts} hosts, {rate}"] = found["summary"]
                 for case in wanted:
                     if case.rate == rate and case.key not in data["measured"]:
-                        data["predicted"][case.key] = foretell(case, profiles[case.kind], network, codecs, cores)
+                        data["predicted"][case.key] = foretell(case, profiles[case.kind], network, codecs[case.kind], cores)
             notebook.write_down()
             for rate in dict.fromkeys(case.rate for case in wanted):
                 lab.set_rate(None if rate == "unlimited" else rate)

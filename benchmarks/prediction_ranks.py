@@ -186,12 +186,13 @@ def probe(budget_s: float) -> dict[str, Any]:
     return probe_network(sizes=sizes, collectives=kinds, budget_s=budget_s).to_dict()
 
 
-def codecs() -> dict[str, float]:
-    """Seconds per value of coding and decoding, by method."""
-    from frameworm.parallel.compression.outlook import SAMPLE, codec_costs
+def codecs(kind: str) -> dict[str, float]:
+    """Seconds per value of coding and decoding the gradients of a model, by method; all hosts at the same time."""
+    from frameworm.parallel.compression.codec_cost import codec_seconds_per_value
 
-    costs = codec_costs(torch.device("cpu"), SAMPLE, dist.get_world_size(), 0.01, 1)
-    return {method: seconds / SAMPLE for method, seconds in costs.items()}
+    shapes = [tuple(item.shape) for item in build(kind)[0].parameters()]
+    dist.barrier()
+    return codec_seconds_per_value(torch.device("cpu"), shapes, dist.get_world_size())
 
 
 def main() -> int:

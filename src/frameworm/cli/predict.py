@@ -170,17 +170,17 @@ def _setting(
 
 def _codec_costs(source: Source, ratio: float, powersgd_rank: int) -> dict[str, float]:
     """Seconds per value of coding and decoding, timed here if this machine is of the run's kind."""
-    import torch
-
     if source.device is None:
         return {}
+    import torch
+
     if source.on_cpu:
         device = torch.device("cpu")
     elif torch.cuda.is_available():
         device = torch.device("cuda")
     else:
         return {}
-    from frameworm.parallel.compression.outlook import SAMPLE, codec_costs
+    from frameworm.parallel.compression.codec_cost import SQUARE, codec_seconds_per_value
 
-    costs = codec_costs(device, SAMPLE, 2, ratio, powersgd_rank)
-    return {method: seconds / SAMPLE for method, seconds in costs.items()}
+    shapes = [gradient.shape for gradient in source.profile.gradients if gradient.shape] or [SQUARE]
+    return codec_seconds_per_value(device, shapes, 2, ratio, powersgd_rank)

@@ -17,6 +17,7 @@ _QUANTIZED_BYTES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
 _HALF_BYTES = 2
 _TOPK_BYTES = 3  # index and bf16 value
 _FLOAT_BYTES = 4
+_WORTH_FACTOR = 2  # powersgd sends a matrix whole unless it becomes this much smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def matrix_values(shapes: Sequence[tuple[int, ...]], codec: Codec) -> tuple[int,
         for side in shape:
             values *= side
         rows = shape[0] if shape else 1
-        if len(shape) < 2 or (rows + values // rows) * codec.powersgd_rank >= values:
+        if len(shape) < 2 or _WORTH_FACTOR * (rows + values // rows) * codec.powersgd_rank >= values:
             left += values
             continue
         left += rows * codec.powersgd_rank
