@@ -1,4 +1,4 @@
-"""One rank of prediction_error.py: models that compute or sleep, and the tasks that its parent hands out line by line."""
+"""One rank of prediction_error.py: models that compute or sleep, and the tasks that its parent hands out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from frameworm.observe.gradient_times import LAST_STEP, GradientWatch
 from frameworm.observe.phases import BACKWARD, FORWARD
 
-# Width and number of layers, and the batch of one that computes or the seconds that one that sleeps takes per micro-batch.
+# Width and number of layers, and the batch of one that computes or the seconds of a micro-batch of one that sleeps.
 KINDS: dict[str, dict[str, Any]] = {
     "computing-large": {"width": 724, "layers": 8, "batch": 64},
     "computing-small": {"width": 256, "layers": 4, "batch": 128},
@@ -34,7 +34,9 @@ class _Sleep(torch.autograd.Function):
     """Takes its time in forward and in backward, and has a gradient ready that cost nothing."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, gradient: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, weight: Tensor, gradient: Tensor, forward_s: float, backward_s: float
+    ) -> Tensor:
         ctx.gradient, ctx.backward_s = gradient, backward_s
         time.sleep(forward_s)
         return value.clone()

@@ -143,6 +143,7 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         "q1_s": pytest.approx(0.9 * 6 * LATENCY_S, rel=0.05),
         "q3_s": pytest.approx(1.1 * 6 * LATENCY_S, rel=0.05),
         "repetitions": 7,
+        "cpu_s": None,
     }
 
 

@@ -176,7 +176,7 @@ def test_steps_that_differ_make_ranks_wait() -> None:
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert GradientTimes.load(tmp_path) is None
     (tmp_path / "gradients.json").write_text("{")
-    with pytest.raises(RunFolderError, match="gradients.json is damaged"):
+    with pytest.raises(RunFolderError, match=r"gradients\.json is damaged"):
         GradientTimes.load(tmp_path)
     GradientTimes((GradientTime(4, (1,), 0.5),), 3, 1.0).save(tmp_path)
     again = GradientTimes.load(tmp_path)

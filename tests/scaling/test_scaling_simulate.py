@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frameworm.scaling.fabrics import GIGABIT, FABRICS, Link, LinkNetwork, MeasuredNetwork, NodesNetwork
+from frameworm.scaling.fabrics import FABRICS, GIGABIT, Link, LinkNetwork, MeasuredNetwork, NodesNetwork
 from frameworm.scaling.network import NetworkModel, NetworkPoint
 from frameworm.scaling.simulate import (
     Setting,
@@ -141,7 +141,9 @@ def test_nodes_are_fast_inside_and_slow_between() -> None:
 
 def test_bytes_of_the_methods() -> None:
     bucket = divide_into_buckets([Gradient(4 * 10**6, 0.0, 10**6, (1000, 1000))], 1, 1)[0]
-    sent = {method: Codec(method).send(bucket, SLOW, 2).sent_bytes for method in ("off", "bf16", "int8", "int4", "topk")}
+    sent = {
+        method: Codec(method).send(bucket, SLOW, 2).sent_bytes for method in ("off", "bf16", "int8", "int4", "topk")
+    }
     assert sent["off"] == 4e6
     assert sent["bf16"] == 2e6
     assert sent["int8"] == pytest.approx(4e6 * 0.254, rel=0.01)
@@ -214,7 +216,8 @@ def test_laws_hold_without_a_core_to_spare(
     gradients: list[tuple[float, float]], busy: float, cpu_share: float, world_size: int
 ) -> None:
     points = tuple(
-        NetworkPoint(size, 1e-4 + size * 1e-8, 1e-4, 1e-4, 5, (1e-4 + size * 1e-8) * cpu_share) for size in (10**3, 10**7)
+        NetworkPoint(size, 1e-4 + size * 1e-8, 1e-4, 1e-4, 5, (1e-4 + size * 1e-8) * cpu_share)
+        for size in (10**3, 10**7)
     )
     network = MeasuredNetwork(NetworkModel({"all_reduce": points}, world_size=2, backend="gloo"))
     one = profile(*gradients)

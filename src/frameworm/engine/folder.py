@@ -110,7 +110,7 @@ class RunOutput:
         ]
 
     def write_gradients(self, gradients: GradientTimes) -> None:
-        """Write what a prediction needs to know of the gradients; a resumed run may have seen none and keeps its file."""
+        """Write what predictions need to know of the gradients; a resumed run that saw none keeps its file."""
         if self.folder is None or (self.resumed and not gradients.measured):
             return
         with contextlib.suppress(RunFolderError):  # a full disk is told of by what follows

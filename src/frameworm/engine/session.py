@@ -128,9 +128,7 @@ class TrainingSession:
         if job.strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
             self._ranks = RankWatch(self._rank, self._world_size, job.strategy.device, clock.max_steps_ahead - 1)
         step: TrainStep | CapturedStep
-        step = eager = TrainStep(
-            job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock
-        )
+        step = eager = TrainStep(job.model, wrapped, self._loss_function, update, job.strategy, job.precision, clock)
         if recorder is not None:
             update.halves = HalfWeights.of(job.model, job.precision.dtype)
         unseen = unseen_because(recorder is not None, self._world_size, job.strategy.shards_parameters)

@@ -127,7 +127,7 @@ class GradientWatch:
         return GradientTimes(tuple(gradients), len(whole), backward_s, note)
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin
+        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)
 
 
 def unseen_because(captured: bool, world_size: int, sharded: bool) -> str | None:

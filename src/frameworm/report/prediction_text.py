@@ -22,7 +22,9 @@ def render_prediction(prediction: Prediction, width: int = 100) -> str:
     """Everything, for a terminal."""
     kept = "the batch per device stays" if prediction.scaling == "weak" else "the global batch stays"
     sent = "" if prediction.compression == "off" else f" · {prediction.compression}"
-    title = f"prediction · {plain(prediction.source)} · {prediction.scaling} scaling: {kept} · {prediction.strategy}{sent}"
+    title = (
+        f"prediction · {plain(prediction.source)} · {prediction.scaling} scaling: {kept} · {prediction.strategy}{sent}"
+    )
     lines = [*heading(title, width), *field("network", plain(prediction.network), width), ""]
     lines += table(_rows(prediction.rows), width)
     lines += ["", *_bars(prediction.rows), ""]

@@ -207,8 +207,10 @@ class MeasuredNetwork:
     def _latency_s(self, collective: str, world_size: int) -> float:
         if collective not in self._latencies:
             self._latencies[collective] = self.model.latency_s(collective)
-        return self._latencies[collective] * ring_steps(collective, world_size) / ring_steps(
-            collective, self.model.world_size
+        return (
+            self._latencies[collective]
+            * ring_steps(collective, world_size)
+            / ring_steps(collective, self.model.world_size)
         )
 
 

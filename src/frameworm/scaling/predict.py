@@ -1,7 +1,8 @@
 """How far a training will scale: from the step of one device and a network to a table for many.
 
 An interval is what comes out with every input at its better and at its worse end: the spread of the measured steps (at
-best the ranks are slow together and nobody waits), of the network, and, where it was not seen when gradients are ready, all of them only at the end of backward.
+best the ranks are slow together and nobody waits), of the network, and, where it was not seen when gradients are ready,
+all of them only at the end of backward.
 """
 
 from __future__ import annotations
@@ -202,7 +203,9 @@ class Predictor:
             compression=self._setting.codec.method,
             rows=rows,
             break_even=tuple(self._break_even(size) for size in sizes if size > 1),
-            reach={name: self._reach(least) for name, least in (("excellent", EXCELLENT), ("good", GOOD), ("fair", FAIR))},
+            reach={
+                name: self._reach(least) for name, least in (("excellent", EXCELLENT), ("good", GOOD), ("fair", FAIR))
+            },
             changes=tuple(changes),
             cheapest=cheapest(changes),
             unknown=self._unknown(),
@@ -235,9 +238,9 @@ class Predictor:
             text = f"{factor} times the global batch, by accumulation"
             value = source.profile.accumulation * factor
             add("training.accumulation", value, text, "batch", other.speedup(world_size) / alone)
-        for factor in (2.5, 10.0):
-            text = f"links of {factor:g} times the bandwidth"
-            add("network", factor, text, "money", self.speedup(world_size, self._network.faster(factor)))
+        for wider in (2.5, 10.0):
+            text = f"links of {wider:g} times the bandwidth"
+            add("network", wider, text, "money", self.speedup(world_size, self._network.faster(wider)))
         kinds = ("same", "rounds", "batch", "approximate", "money")
         return sorted(found, key=lambda change: kinds.index(change.kind))
 
@@ -268,7 +271,9 @@ class Predictor:
         factor = _smallest(lambda value: self.speedup(world_size, self._network.faster(value)) / world_size >= least)
         goal = "to be faster than one" if least < EXCELLENT else "for an efficiency of 85%"
         if factor is None:
-            text = f"{world_size} ranks: no bandwidth is enough {goal}; what is left is latency, waiting and small batches"
+            text = (
+                f"{world_size} ranks: no bandwidth is enough {goal}; what is left is latency, waiting and small batches"
+            )
         elif self._network.gbps is None:
             text = f"{world_size} ranks: {factor:.3g} times this bandwidth {goal}"
         else:

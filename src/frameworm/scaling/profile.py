@@ -173,7 +173,7 @@ def all_at_the_end(profile: StepProfile) -> StepProfile:
 
 
 def _compute_times(steps: Iterable[StepRecord]) -> list[float]:
-    found = []
+    found: list[float] = []
     for step in steps:
         if step.step > DEFAULT_WARMUP and len(found) < _MOST_STEPS:
             spent_s = step.step_s - sum(step.phases.get(name, 0.0) for name in _NOT_COMPUTE)

@@ -1,9 +1,9 @@
 """A step of many ranks, simulated from the step of one.
 
 DDP: buckets of gradients become ready while backward goes on, and are sent one after the other on one stream; the
-optimizer waits for the last. ZeRO: parameters are gathered before they are used and gradients are scattered, on the same
-stream. All ranks are alike but for chance: everybody waits for the slowest, whose time is an expected maximum. The cost
-of a bucket is in closed form, so thousands of ranks take no longer than two.
+optimizer waits for the last. ZeRO: parameters are gathered before they are used and gradients are scattered, on the
+same stream. All ranks are alike but for chance: everybody waits for the slowest, whose time is an expected maximum. The
+cost of a bucket is in closed form, so thousands of ranks take no longer than two.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ def overlap(
     return sent, max(backward_s + held_s, decoded_at)
 
 
-def _sharded(
-    profile: StepProfile, setting: Setting, network: Network, world_size: int, straggler_s: float
-) -> Timeline:
+def _sharded(profile: StepProfile, setting: Setting, network: Network, world_size: int, straggler_s: float) -> Timeline:
     """FSDP: parameters are gathered unit by unit before their use, gradients are reduced to the rank that owns them.
 
     Units are taken to be as large as DDP's buckets. zero2 gathers once per step, zero3 again in backward and for every
