@@ -54,6 +54,10 @@ MEDIAN_GOAL, P90_GOAL, REGRET_GOAL, PUBLISHED_GOAL = 0.07, 0.15, 0.05, 0.15
 LIMIT_S, MOST_STEPS = 2.0, 6
 PROBE_S = 4.0
 AG_NEWS_RATE = "300mbit"
+AG_NEWS = {  # config, global batch, steps
+    "small": ("ag_news_single_gpu.yaml", 32, 40),
+    "optimized": ("ag_news_single_gpu_optimized.yaml", 128, 12),
+}
 
 # Bucket size in MB, accumulation and method; by number of hosts and size of the model.
 _ALL = ((25, 1, "off"), (1, 1, "off"), (25, 1, "bf16"), (1, 4, "off"), (25, 1, "int4"), (25, 1, "powersgd"))
@@ -325,10 +329,7 @@ def ag_news(notebook: Notebook, options: argparse.Namespace) -> None:
             if ended.returncode != 0:
                 raise RuntimeError(f"the probe failed:\n{ended.stderr[-2000:]}")
         network = MeasuredNetwork(NetworkModel.load(probed))
-        configs = (
-            ("small", "ag_news_single_gpu.yaml", 32, 40),
-            ("optimized", "ag_news_single_gpu_optimized.yaml", 128, 12),
-        )
+        configs = [(name, *AG_NEWS[name]) for name in options.ag_news]
         for name, config, batch, steps in configs:
             tell_progress(f"AG News {name}: one device, whole and half batch")
             run(f"{name}-whole", config, batch, steps, together=False)
@@ -430,6 +431,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", type=names_among(KINDS), default=list(KINDS))
     parser.add_argument("--part", choices=("all", "grid", "ag_news", "published"), default="all")
     parser.add_argument("--data", type=Path, help="folder with ag_news/; without it that part is left out")
+    parser.add_argument("--ag-news", type=names_among(AG_NEWS), default=list(AG_NEWS))
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of steps per setting")
     parser.add_argument("--probe", type=float, default=PROBE_S, help="seconds of a probe")
     parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out was ended")

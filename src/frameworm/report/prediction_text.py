@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from frameworm.report.layout import field, heading, table
 from frameworm.report.tables import plain
-from frameworm.scaling.predict import Change, Prediction, Range, Row
+from frameworm.scaling.predict import BreakEven, Change, Prediction, Range, Row
 
 _BAR = 40
 _KINDS = {
@@ -30,8 +30,8 @@ def render_prediction(prediction: Prediction, width: int = 100) -> str:
     lines += ["", *_bars(prediction.rows), ""]
     reached = [f"{name} up to {count} ranks" for name, count in prediction.reach.items() if count is not None]
     lines += field("reach", ", ".join(reached) or "efficiency is under 50% with two ranks already", width)
-    for index, item in enumerate(prediction.break_even):
-        lines += field("break-even" if index == 0 else "", item.text, width)
+    for index, text in enumerate(_break_even(prediction.break_even)):
+        lines += field("break-even" if index == 0 else "", text, width)
     lines += _advice(prediction, width)
     for index, text in enumerate(prediction.unknown):
         lines += field("not known" if index == 0 else "", text, width)
@@ -58,6 +58,14 @@ def _rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         cells += [f"{row.cost or 0.0:,.2f}"] if with_cost else []
         found.append((*cells, row.status.replace("_", " ")))
     return found
+
+
+def _break_even(items: Sequence[BreakEven]) -> list[str]:
+    """One line for all numbers of ranks of which the same is said."""
+    by_text: dict[str, list[str]] = {}
+    for item in items:
+        by_text.setdefault(item.text, []).append(str(item.world_size))
+    return [f"{', '.join(sizes)} ranks: {text}" for text, sizes in by_text.items()]
 
 
 def _bars(rows: Sequence[Row]) -> list[str]:

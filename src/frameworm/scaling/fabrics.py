@@ -85,9 +85,9 @@ def _ethernet(gigabits: float, latency_us: float) -> Link:
 FABRICS: Mapping[str, Link] = {
     link.name: link
     for link in (
-        Link("nvlink3", 300e9, 3e-6, (0.78, 0.7, 0.8), "NVIDIA A100: 600 GB/s both directions together"),
-        Link("nvlink4", 450e9, 3e-6, (0.8, 0.7, 0.82), "NVIDIA H100: 900 GB/s both directions together"),
-        Link("nvlink5", 900e9, 3e-6, (0.8, 0.7, 0.82), "NVIDIA B200: 1,800 GB/s both directions together"),
+        Link("nvlink3", 300e9, 3e-6, (0.75, 0.67, 0.8), "NVIDIA A100: 600 GB/s both directions together"),
+        Link("nvlink4", 450e9, 3e-6, (0.8, 0.7, 0.83), "NVIDIA H100: 900 GB/s both directions together"),
+        Link("nvlink5", 900e9, 3e-6, (0.8, 0.7, 0.83), "NVIDIA B200: 1,800 GB/s both directions together"),
         Link("pcie4", 32e9, 5e-6, (0.7, 0.5, 0.8), "PCI-SIG: PCIe 4.0 x16"),
         Link("infiniband-ndr", 400 * GIGABIT, 3e-6, (0.92, 0.8, 0.97), "NVIDIA ConnectX-7: 400 Gbit/s per port"),
         Link("infiniband-hdr", 200 * GIGABIT, 3e-6, (0.92, 0.8, 0.97), "NVIDIA ConnectX-6: 200 Gbit/s per port"),

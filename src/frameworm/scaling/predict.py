@@ -235,9 +235,13 @@ class Predictor:
             larger = replace(source, profile=replace(source.profile, accumulation=source.profile.accumulation * factor))
             other = Predictor(larger, self._network, setting, self._scaling)
             alone = larger.profile.compute_s / (factor * source.profile.compute_s)  # of one device, per sample
-            text = f"{factor} times the global batch, by accumulation"
-            value = source.profile.accumulation * factor
-            add("training.accumulation", value, text, "batch", other.speedup(world_size) / alone)
+            gained = other.speedup(world_size) / alone
+            if self._scaling == "weak":
+                text = f"{factor} times the global batch, by accumulation"
+                add("training.accumulation", larger.profile.accumulation, text, "batch", gained)
+            else:
+                value = f"x{factor}" if source.samples is None else source.samples * factor
+                add("training.global_batch", value, f"{factor} times the global batch", "batch", gained)
         for wider in (2.5, 10.0):
             text = f"links of {wider:g} times the bandwidth"
             add("network", wider, text, "money", self.speedup(world_size, self._network.faster(wider)))
@@ -271,13 +275,11 @@ class Predictor:
         factor = _smallest(lambda value: self.speedup(world_size, self._network.faster(value)) / world_size >= least)
         goal = "to be faster than one" if least < EXCELLENT else "for an efficiency of 85%"
         if factor is None:
-            text = (
-                f"{world_size} ranks: no bandwidth is enough {goal}; what is left is latency, waiting and small batches"
-            )
+            text = f"no bandwidth is enough {goal}; what is left is latency, waiting and small batches"
         elif self._network.gbps is None:
-            text = f"{world_size} ranks: {factor:.3g} times this bandwidth {goal}"
+            text = f"{factor:.3g} times this bandwidth {goal}"
         else:
-            text = f"{world_size} ranks: {factor * self._network.gbps:.3g} Gbit/s {goal}"
+            text = f"{factor * self._network.gbps:.3g} Gbit/s {goal}"
         return BreakEven(world_size, least, factor, text)
 
     def _reach(self, least: float) -> int | None:
