@@ -14,7 +14,8 @@ _WIDTH, _HEIGHT = 560, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 56
 # Blue and orange of Okabe and Ito: told apart with any kind of colour vision, and by dashes in print.
 _STYLE = (
-    "text{font:14px sans-serif;fill:#222}.small{font-size:12px;fill:#555}.own{font-size:12px;fill:#0072b2}.grid{stroke:#ddd}.ideal{stroke:#555;"
+    "text{font:14px sans-serif;fill:#222}.small{font-size:12px;fill:#555}.own{font-size:12px;fill:#0072b2}"
+    ".grid{stroke:#ddd}.ideal{stroke:#555;"
     "stroke-dasharray:6 4;fill:none;stroke-width:1.5}.line{stroke:#0072b2;fill:none;stroke-width:2.5}"
     ".band{fill:#0072b2;opacity:.18}.dot{fill:#0072b2}.one{stroke:#d55e00;stroke-dasharray:2 3;stroke-width:1.5}"
 )
