@@ -40,7 +40,8 @@ from lab import load_lab
 from prediction_ranks import KINDS
 
 from frameworm.records.gradients import GradientTimes
-from frameworm.records.statistics import percentile
+from frameworm.records.statistics import DEFAULT_WARMUP, percentile
+from frameworm.records.writer import read_steps
 from frameworm.scaling.fabrics import MeasuredNetwork
 from frameworm.scaling.network import NetworkModel
 from frameworm.scaling.predict import Predictor
@@ -52,12 +53,12 @@ RATES = ("100mbit", "300mbit", "1gbit", "unlimited")
 ROOT = Path(__file__).parents[1]
 MEDIAN_GOAL, P90_GOAL, REGRET_GOAL, PUBLISHED_GOAL = 0.07, 0.15, 0.05, 0.15
 LIMIT_S, MOST_STEPS = 2.0, 6
-PROBE_S = 4.0
-AG_NEWS_RATE = "300mbit"
+PROBE_S = 3.0
+AG_NEWS_RATE = "100mbit"
 AG_NEWS_TESTS = 64  # texts to validate on
 AG_NEWS = {  # config, global batch, steps
     "small": ("ag_news_single_gpu.yaml", 32, 40),
-    "optimized": ("ag_news_single_gpu_optimized.yaml", 128, 12),
+    "optimized": ("ag_news_single_gpu_optimized.yaml", 64, 12),  # half its batch: a step of a core takes seconds
 }
 
 # Bucket size in MB, accumulation and method; by number of hosts and size of the model.
@@ -65,7 +66,7 @@ _ALL = ((25, 1, "off"), (1, 1, "off"), (25, 1, "bf16"), (1, 4, "off"), (25, 1, "
 _SOME = ((25, 1, "off"), (1, 1, "bf16"), (25, 4, "off"))
 VARIANTS = {
     (2, "large"): _ALL,
-    (2, "small"): ((25, 1, "off"), (25, 1, "bf16"), (1, 4, "off")),
+    (2, "small"): ((25, 1, "off"), (25, 1, "bf16")),
     (4, "large"): _SOME,
     (4, "small"): ((25, 1, "off"), (25, 4, "bf16")),
     (8, "large"): ((25, 1, "off"), (1, 1, "bf16")),
@@ -352,8 +353,11 @@ def ag_news(notebook: Notebook, options: argparse.Namespace) -> None:
             tell_progress(f"AG News {name}: two hosts, {found[name]['predicted']:.2f} times as fast expected")
             run(f"{name}-two", config, batch, steps, together=True)
             whole = load_run(folder / f"{name}-whole")
-            together = json.loads((folder / f"{name}-two" / "summary.json").read_text())
-            step_s = together["throughput"]["step_s"]["mean"]
+            step_s = statistics.fmean(
+                step.step_s - step.phases.get("validation", 0.0) - step.phases.get("checkpoint", 0.0)
+                for step in read_steps(folder / f"{name}-two" / "steps-rank0.jsonl")
+                if step.step > DEFAULT_WARMUP
+            )
             found[name]["measured_s"] = step_s
             found[name]["measured"] = whole.profile.compute_s / step_s
     notebook.data["ag_news"] = found

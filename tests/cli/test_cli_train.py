@@ -122,7 +122,7 @@ def test_training_ends_with_its_summary(run: Run) -> None:
 def test_run_folder_holds_what_is_promised(run: Run) -> None:
     names = {path.name for path in run.folder.iterdir()}
     files = {"config.yaml", "steps-rank0.jsonl", "epochs.csv", "summary.json", "summary.txt", "report.html"}
-    assert names == {*files, "checkpoints", "system-rank0.jsonl"}
+    assert names == {*files, "checkpoints", "system-rank0.jsonl", "gradients.json"}
     newest = (run.folder / "checkpoints" / "latest").read_text().strip()
     assert (run.folder / "checkpoints" / newest / "manifest.json").is_file()
     assert [step.step for step in read_steps(run.folder / "steps-rank0.jsonl")] == [1, 2, 3, 4]
