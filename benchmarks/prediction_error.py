@@ -332,7 +332,7 @@ def ag_news(notebook: Notebook, options: argparse.Namespace) -> None:
             (texts / path.name).symlink_to(path.resolve())
         tests = (options.data / "ag_news" / "test.csv").read_text(encoding="utf-8").splitlines(keepends=True)
         (texts / "test.csv").write_text("".join(tests[:AG_NEWS_TESTS]), encoding="utf-8")
-        lab.set_rate(AG_NEWS_RATE)
+        lab.set_rate(options.ag_news_rate)
         probed = folder / "network.json"
         for ended in lab.run([sys.executable, "-m", "frameworm", "network", "--budget", "4", "--out", str(probed)]):
             if ended.returncode != 0:
@@ -346,7 +346,11 @@ def ag_news(notebook: Notebook, options: argparse.Namespace) -> None:
             whole, half = load_run(folder / f"{name}-whole"), load_run(folder / f"{name}-half")
             step = simulate_step(half.profile, Setting(busy_host=1.0), network, 2)
             # Steps differ by the lengths of their texts: level against level, as a run of many steps would.
-            found[name] = {"predicted_s": step.step_s, "predicted": whole.profile.compute_s / step.step_s}
+            found[name] = {
+                "rate": options.ag_news_rate,
+                "predicted_s": step.step_s,
+                "predicted": whole.profile.compute_s / step.step_s,
+            }
         notebook.data["predicted"]["ag_news"] = json.loads(json.dumps(found))
         notebook.write_down()
         for name, config, batch, steps in configs:
@@ -404,7 +408,7 @@ def show(results: dict[str, Any]) -> str:
         lines.append(f"{item['case']}: {item['predicted']:.2f} times, published {goal}: within 15% {met}")
     for name, item in (results["ag_news"] or {}).items():
         lines.append(
-            f"AG News {name}, 2 hosts at {AG_NEWS_RATE}: {item['predicted']:.2f} times predicted, "
+            f"AG News {name}, 2 hosts at {item['rate']}: {item['predicted']:.2f} times predicted, "
             f"{item['measured']:.2f} measured"
         )
     return "\n".join(lines)
@@ -444,6 +448,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--part", choices=("all", "grid", "ag_news", "published"), default="all")
     parser.add_argument("--data", type=Path, help="folder with ag_news/; without it that part is left out")
     parser.add_argument("--ag-news", type=names_among(AG_NEWS), default=list(AG_NEWS))
+    parser.add_argument("--ag-news-rate", default=AG_NEWS_RATE)
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of steps per setting")
     parser.add_argument("--probe", type=float, default=PROBE_S, help="seconds of a probe")
     parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out was ended")
