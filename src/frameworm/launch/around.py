@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.environment import ProcessInfo, all_variables, detect
 from frameworm.launch.plan import DEFAULT_PORT
-
-_SLURM_CHECKS = "frameworm.launch.slurm_environment"
+from frameworm.launch.slurm_environment import contradictions
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ def look_around(environ: Mapping[str, str] | None = None) -> Around:
         environ: The variables; those of the process unless given.
     """
     variables = all_variables(environ)
-    found = _slurm_contradictions(variables)
+    found = [item.text for item in contradictions(variables)]
     info = ProcessInfo()
     try:
         info = detect(variables)
@@ -52,9 +49,3 @@ def look_around(environ: Mapping[str, str] | None = None) -> Around:
         port_asked=bool(variables.get("MASTER_PORT")),
         contradictions=tuple(found),
     )
-
-
-def _slurm_contradictions(variables: Mapping[str, str]) -> list[str]:
-    if importlib.util.find_spec(_SLURM_CHECKS) is None:
-        return []
-    return [str(item.text) for item in importlib.import_module(_SLURM_CHECKS).contradictions(variables)]
