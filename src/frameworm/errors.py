@@ -11,6 +11,7 @@ class FramewormError(Exception):
     """Base of all errors frameworm raises on purpose."""
 
     exit_code = 2
+    may_heal = False  # whether the same processes, started once more, may fare better
 
 
 class ConfigError(FramewormError, ValueError):
@@ -24,9 +25,13 @@ class DataError(FramewormError, ValueError):
 class EnvironmentSetupError(FramewormError, RuntimeError):
     """The machine, the variables around the process or the other processes do not fit what was asked for."""
 
+    may_heal = True
+
 
 class DeviceError(EnvironmentSetupError):
     """A device was asked for that is not there."""
+
+    may_heal = False
 
 
 class LossError(FramewormError, TypeError):
@@ -65,6 +70,16 @@ class TrainingFailedError(FramewormError, RuntimeError):
     """Training ended with an error in one of its processes."""
 
     exit_code = 1
+
+
+class StuckError(TrainingFailedError):
+    """Some ranks waited for others that did not come."""
+
+    may_heal = True
+
+
+class BadNumbersError(TrainingFailedError):
+    """Losses or gradients were not finite, or far too large, for too many steps."""
 
 
 class OutOfMemoryError(TrainingFailedError):

@@ -41,6 +41,9 @@ def train(
     rdzv_endpoint: Optional[str] = typer.Option(  # noqa: UP045
         None, help="HOST:PORT where the machines meet and get their numbers."
     ),
+    max_restarts: int = typer.Option(
+        0, min=0, help="How often all processes start again, from the last checkpoint, after one has failed."
+    ),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.lr=1e-3"
     ),
@@ -55,6 +58,8 @@ def train(
     Example: frameworm train --config configs/quickstart.yaml --set training.epochs=2
 
     On two processes: frameworm train --config configs/quickstart.yaml --distributed --nproc-per-node 2
+
+    The same, started again up to three times after a failure: add --max-restarts 3
     """
     loaded = load_config(config, settings)
     from frameworm.launch.plan import plan_launch
@@ -70,7 +75,9 @@ def train(
         device_count=_device_count(loaded) if distributed else 0,
     )
     if plan.action == "launch":
-        raise typer.Exit(_launch(loaded, plan, stop_grace, resumes=resume is not None))
+        raise typer.Exit(_launch(loaded, plan, stop_grace, max_restarts, resumes=resume is not None))
+    if max_restarts and not distributed:
+        raise EnvironmentSetupError("--max-restarts needs --distributed: a launcher that outlives the training")
     if log_dir is not None:
         from frameworm.launch.rank_logs import write_to_log_of
 
@@ -110,7 +117,7 @@ def _device_count(config: Config) -> int:
     return look_at_machine(config).device_count
 
 
-def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, *, resumes: bool) -> int:
+def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, max_restarts: int, *, resumes: bool) -> int:
     """Start this node's workers; the config is checked for that many processes first."""
     from frameworm.engine.run import resolve_here
     from frameworm.hardware.host import usable_cpus
@@ -119,7 +126,9 @@ def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, *, resumes: b
     elastic = plan.min_nodes != plan.max_nodes
     resolve_here(config, plan.nproc_per_node * plan.max_nodes, resized=resumes or elastic)
     command = [sys.executable, "-m", "frameworm", *sys.argv[1:]]
-    return launch_workers(plan, command, usable_cpus=usable_cpus(), stop_grace_s=stop_grace_s)
+    return launch_workers(
+        plan, command, usable_cpus=usable_cpus(), stop_grace_s=stop_grace_s, max_restarts=max_restarts
+    )
 
 
 def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str | None, as_json: bool) -> int:

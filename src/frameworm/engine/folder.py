@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from frameworm.config.schema import Config
 from frameworm.errors import RunFolderError
+from frameworm.launch.environment import launch_id
 from frameworm.launch.process_group import broadcast_object
 from frameworm.observe.sinks import TensorBoardSink
 from frameworm.records.events import Listener
 from frameworm.records.gradients import GradientTimes
+from frameworm.records.launches import begun_by, take_back, write_launch
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, newest_unfinished
@@ -80,8 +81,7 @@ class RunOutput:
         """Take back the folder of a run that could not begin; one with anything in it stays."""
         self.close()
         if self.folder is not None and self._rank == 0 and not self.resumed:
-            with contextlib.suppress(OSError):
-                self.folder.path.rmdir()
+            take_back(self.folder.path)
 
     def flush_steps(self) -> None:
         """Let the step records reach the file before a checkpoint claims them."""
@@ -89,9 +89,13 @@ class RunOutput:
             self._writer.flush()
 
     def forget_steps_after(self, rank: int, step: int) -> None:
-        """Drop records of steps that will be done again."""
-        if self.folder is not None:
-            self.folder.truncate_steps(rank, step)
+        """Drop records of steps that will be done again; rank 0 also those of ranks that are no more."""
+        if self.folder is None:
+            return
+        self.folder.truncate_steps(rank, step)
+        for former in self.folder.step_files() if rank == 0 else ():
+            if former >= self._world_size:
+                self.folder.truncate_steps(former, step)
 
     def earlier_steps(self, rank: int) -> Iterator[StepRecord]:
         """The records a resumed run already has."""
@@ -179,6 +183,27 @@ def open_output(
 
 def _choose(config: Config, run_dir: str | Path | None, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
     out = None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
+    launch = launch_id()
+    if launch is not None and run_dir is not None:
+        begun = _begun_by(launch, out, resume)
+        if begun is not None:
+            return begun, True
+    folder, resumed = _choose_anew(config, out, run_dir, resume)
+    if launch is not None and folder is not None:
+        write_launch(folder.path, launch)
+    return folder, resumed
+
+
+def _begun_by(launch: str, out: Path | None, resume: str | Path | None) -> RunFolder | None:
+    """The run that this launch began before its workers were started again."""
+    given = out if resume is None or str(resume) == "auto" else Path(resume)
+    begun = begun_by(launch, (RUNS.iterdir() if RUNS.is_dir() else ()) if given is None else [given])
+    return None if begun is None else RunFolder(begun)
+
+
+def _choose_anew(
+    config: Config, out: Path | None, run_dir: str | Path | None, resume: str | Path | None
+) -> tuple[RunFolder | None, bool]:
     if resume is not None and str(resume) != "auto":
         if out is not None and out.resolve() != Path(resume).resolve():
             raise RunFolderError(f"a run goes on in its own folder, which is {resume}, not {out}; leave --out out")

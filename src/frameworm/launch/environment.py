@@ -170,6 +170,12 @@ def restart_count(environ: Mapping[str, str] | None = None) -> int:
     return integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0
 
 
+def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """What the workers of one launch, restarted ones included, have in common; None without frameworm's launcher."""
+    variables = os.environ if environ is None else environ
+    return variables.get("TORCHELASTIC_RUN_ID") if reported_by_launcher(variables) else None
+
+
 def reported_by_launcher(environ: Mapping[str, str] | None = None) -> bool:
     """Whether frameworm's own launcher waits for this worker and prints what went wrong in it."""
     variables = os.environ if environ is None else environ

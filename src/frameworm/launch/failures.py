@@ -50,6 +50,7 @@ class WorkerFailure:
     trace: str | None = None  # its traceback, where the worker did not print that itself
     time: float | None = None
     consequence: bool = False  # of the kind that another rank's failure causes
+    final: bool = False  # to try again would end alike
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ def worker_errors() -> Iterator[None]:
         raise
 
 
+def report_error(error: BaseException) -> None:
+    """Write an error down for the launcher, from any thread; without a launcher nothing happens."""
+    _WorkerErrorHandler().record_exception(error)
+
+
 class _WorkerErrorHandler(ErrorHandler):
     """torch's error file, with the moment to the microsecond and what the launcher needs to tell cause from effect."""
 
@@ -111,6 +117,7 @@ class _WorkerErrorHandler(ErrorHandler):
                     "time": now,
                     "consequence": is_consequence(e),
                     "exit_code": _exit_code(e),
+                    "final": isinstance(e, FramewormError) and not e.may_heal,
                     "trace": callstack if is_consequence(e) and not ours else None,
                 },
             }
@@ -154,6 +161,7 @@ def worker_failure(
         meant_to_exit=extra.get("exit_code"),
         time=None if written is None else float(written),
         consequence=bool(extra.get("consequence", False)),
+        final=bool(extra.get("final", False)),
     )
 
 

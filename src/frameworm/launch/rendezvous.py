@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import sys
 import time
@@ -15,24 +17,35 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.environment import RUN_ID_PREFIX
 from frameworm.launch.plan import LaunchPlan
-from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line
+from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line, host_store
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _SAY_AFTER_S = 15.0
+_LAST_CALL_S = 10  # how long a job that could begin waits for further nodes
+_KEEP_ALIVE_S = 2  # a node that was not heard of for three of these is gone
 
 
 def make_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandler:
     """The handler that torch's agent uses for this plan."""
-    run_id = RUN_ID_PREFIX + plan.run_id
     if plan.rendezvous == "c10d":
-        return _elastic_rendezvous(plan, run_id, join_timeout_s)
-    return FixedRendezvous(plan, run_id, join_timeout_s)
+        return _elastic_rendezvous(plan, join_timeout_s)
+    return FixedRendezvous(plan, join_timeout_s)
+
+
+def new_run_id(plan: LaunchPlan) -> str:
+    """An id that no other launch has."""
+    return f"{RUN_ID_PREFIX}{plan.run_id}-{secrets.token_hex(8)}"
+
+
+def _common_run_id(store: Store, plan: LaunchPlan) -> str:
+    """The id that the first launcher at this store gave the job; processes of an earlier job have another."""
+    return store.compare_set(f"run-id-{plan.run_id}", "", new_run_id(plan)).decode()
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -43,11 +56,11 @@ class FixedRendezvous(RendezvousHandler):
     prefix.
     """
 
-    def __init__(self, plan: LaunchPlan, run_id: str, join_timeout_s: float) -> None:
+    def __init__(self, plan: LaunchPlan, join_timeout_s: float) -> None:
         assert plan.node_rank is not None
         self._plan = plan
         self._node_rank: int = plan.node_rank
-        self._run_id = run_id
+        self._run_id = new_run_id(plan)
         self._join_timeout_s = join_timeout_s
         self._store: TCPStore | None = None
         self._round = 0
@@ -65,9 +78,10 @@ class FixedRendezvous(RendezvousHandler):
         """Meet the other nodes."""
         plan, store = self._plan, self._store
         if plan.max_nodes == 1:
-            store = TCPStore(plan.master_address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+            store = host_store(plan.master_address, 0, _STORE_TIMEOUT)
         elif store is None:
             store = self._open_store()
+            self._run_id = _common_run_id(store, plan)
         self._store = store
         prefixed = PrefixStore(f"launch-{self._round}", store)
         self._round += 1
@@ -83,10 +97,10 @@ class FixedRendezvous(RendezvousHandler):
         if not is_master:
             self._wait_for_listener(address, port)
         try:
-            return TCPStore(
-                address, port, is_master=is_master, wait_for_workers=False, timeout=_STORE_TIMEOUT, multi_tenant=True
-            )
-        except DistError as error:
+            if is_master:
+                return host_store(address, port, _STORE_TIMEOUT)
+            return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        except (DistError, OSError) as error:
             if is_master:
                 raise EnvironmentSetupError(
                     f"cannot listen on {address}:{port} (MASTER_ADDR, MASTER_PORT): {first_line(error)}. On the first "
@@ -120,6 +134,7 @@ class FixedRendezvous(RendezvousHandler):
                 f"two launchers claim to be node {self._node_rank} of {plan.max_nodes} at {plan.master_address}:"
                 f"{plan.master_port}; each node needs its own RANK or --node-rank, each job its own MASTER_PORT"
             )
+        store.add("come", 1)
         shape = f"{plan.max_nodes} nodes with {plan.nproc_per_node} workers each"
         store.set(f"shape-{self._node_rank}", shape)
         wait = _Wait(self._join_timeout_s, f"the other launchers of {plan.max_nodes} nodes")
@@ -133,6 +148,8 @@ class FixedRendezvous(RendezvousHandler):
                         "with the same WORLD_SIZE and --nproc-per-node"
                     )
                 missing.pop(0)
+            elif self._store is not None and self._store.check(["closed"]):
+                raise EnvironmentSetupError("another node has given up; see its output for the cause")
             elif wait.goes_on():
                 time.sleep(0.1)
             else:
@@ -149,15 +166,23 @@ class FixedRendezvous(RendezvousHandler):
         """Nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """No node joins later."""
-        return 0
+        """Nodes that have come to the next round: their workers have failed, and ours wait for them in vain."""
+        if self._plan.max_nodes == 1 or self._store is None:
+            return 0
+        try:
+            return PrefixStore(f"launch-{self._round}", self._store).add("come", 0)
+        except DistError:
+            return 0  # the first node is gone; this node's workers are about to notice
 
     def get_run_id(self) -> str:
         """Id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing to shut down."""
+        """Let nobody wait for this node any longer."""
+        if self._plan.max_nodes > 1 and self._store is not None:
+            with contextlib.suppress(DistError):
+                self._store.set("closed", "1")
         return True
 
 
@@ -178,37 +203,42 @@ class _Wait:
         return waited_s < self._timeout_s
 
 
-def _elastic_rendezvous(plan: LaunchPlan, run_id: str, join_timeout_s: float) -> RendezvousHandler:
+def _elastic_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandler:
     """torch's own rendezvous for nodes that come and go.
 
     Told by an IP address, torch would have no node host the store, and workers would look for each other by host name;
     so both are settled here.
     """
-    local_address = address_towards(plan.master_address)
-    hosts = plan.node_rank == 0 if plan.node_rank is not None else is_own_address(plan.master_address)
-    for is_host in (True, False) if hosts else (False,):
+    address, port = plan.master_address, plan.master_port
+    local_address = address_towards(address)
+    store: TCPStore | None = None
+    if plan.node_rank == 0 if plan.node_rank is not None else is_own_address(address):
+        # Of several launchers on one machine, the second finds the port taken by the first and joins it.
+        with contextlib.suppress(OSError):
+            store = host_store(address, port, _STORE_TIMEOUT)
+    if store is None:
         try:
-            return get_rendezvous_handler(
-                RendezvousParameters(
-                    backend="c10d",
-                    endpoint=f"{plan.master_address}:{plan.master_port}",
-                    run_id=run_id,
-                    min_nodes=plan.min_nodes,
-                    max_nodes=plan.max_nodes,
-                    local_addr=local_address,
-                    is_host=is_host,
-                    timeout=int(join_timeout_s),
-                    join_timeout=int(join_timeout_s),
-                )
-            )
-        except RendezvousConnectionError as error:
-            # Of several launchers on one machine, the second finds the port taken by the first and joins it.
-            if not is_host:
-                raise EnvironmentSetupError(
-                    f"cannot reach the rendezvous at {plan.master_address}:{plan.master_port} (--rdzv-endpoint): "
-                    f"{first_line(error.__cause__ or error)}"
-                ) from error
-    raise AssertionError("the loop returns or raises")
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        except DistError as error:
+            raise EnvironmentSetupError(
+                f"cannot reach the rendezvous at {address}:{port} (--rdzv-endpoint): {first_line(error)}"
+            ) from error
+    run_id = _common_run_id(store, plan)
+    return create_handler(
+        store,
+        C10dRendezvousBackend(store, run_id),
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{address}:{port}",
+            run_id=run_id,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            local_addr=local_address,
+            join_timeout=int(join_timeout_s),
+            last_call_timeout=_LAST_CALL_S,
+            keep_alive_interval=_KEEP_ALIVE_S,
+        ),
+    )
 
 
 def is_own_address(host: str) -> bool:

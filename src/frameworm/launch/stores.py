@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 from datetime import timedelta
@@ -14,9 +15,9 @@ import psutil
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from frameworm.errors import EnvironmentSetupError
-from frameworm.launch.environment import ProcessInfo, agent_hosts_store, restart_count
+from frameworm.launch.environment import ProcessInfo, agent_hosts_store, launch_id, restart_count
 
-__all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "open_store"]
+__all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "host_store", "open_store"]
 
 
 def open_store(info: ProcessInfo, limit_s: float) -> Store:
@@ -38,23 +39,55 @@ def open_store(info: ProcessInfo, limit_s: float) -> Store:
         return _open_spawn_store(info, limit_s)
     is_master = info.rank == 0 and not agent_hosts_store()
     try:
-        store = TCPStore(
-            info.master_address,
-            info.master_port,
-            info.world_size,
-            is_master=is_master,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except DistError as error:
+        if is_master:
+            store = host_store(info.master_address, info.master_port, timedelta(seconds=limit_s), info.world_size)
+        else:
+            store = TCPStore(
+                info.master_address,
+                info.master_port,
+                info.world_size,
+                is_master=False,
+                timeout=timedelta(seconds=limit_s),
+                wait_for_workers=False,
+            )
+    except (DistError, OSError) as error:
         doing = "listen on" if is_master else "reach"
         raise EnvironmentSetupError(
             f"rank {info.rank} cannot {doing} {info.master_address}:{info.master_port} (MASTER_ADDR, MASTER_PORT): "
             f"{first_line(error)}"
         ) from error
-    # Workers that torch's agent restarts must not read what the round before left in the agent's store.
-    return PrefixStore(f"workers-{restart_count()}", store)
+    # Workers that torch's agent restarts must not read what the round before left in the agent's store, nor what a
+    # worker of an earlier job writes that still runs somewhere and finds the port taken by this one.
+    return PrefixStore(f"workers-{launch_id() or ''}-{restart_count()}", store)
+
+
+def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
+    """A store that listens on one address only; torch's own would take connections from every network of the machine.
+
+    Args:
+        address: Name or address of this machine.
+        port: Port; 0 for any free one.
+        timeout: Longest wait of an operation.
+        world_size: Number of clients, where it is known.
+
+    Raises:
+        OSError: The address is not this machine's, or the port is taken.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(512)
+        # The store takes the descriptor over and closes it.
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
 
 
 def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
@@ -64,10 +97,12 @@ def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
     deadline = time.monotonic() + limit_s
     timeout = timedelta(seconds=limit_s)
     if info.rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        # Renamed into place, so that nobody reads half of it.
+        store = host_store("127.0.0.1", 0, timeout)
+        # Renamed into place, so that nobody reads half of it; made anew, so that nobody else's link is followed.
         draft = note.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(store.port), encoding="utf-8")
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(store.port, file)
         draft.replace(note)
     else:
         while not _is_ours(note):

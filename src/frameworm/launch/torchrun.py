@@ -159,6 +159,8 @@ class _NodeAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED and self._remaining_restarts > 0:
+            self._consider_restart(result)
         if worker_group.group_world_size == 1 or worker_group.spec.max_restarts > 0:
             return result
         if result.state == WorkerState.FAILED:
@@ -171,6 +173,16 @@ class _NodeAgent(LocalElasticAgent):
                 self._pcontext.close()
                 return RunResult(state=WorkerState.FAILED)
         return result
+
+    def _consider_restart(self, result: RunResult) -> None:
+        """Say why the workers start again, or see to it that they do not: a stop is no failure, a mistake stays one."""
+        failures = self.worker_failures(result)
+        cause = first_cause(failures)
+        if cause.exit_code in _STOPPED or any(failure.final for failure in failures):
+            self._remaining_restarts = 0
+            return
+        left = self._remaining_restarts - 1
+        _report(f"{cause.text}\nrestarting the workers from the last checkpoint ({left} more restarts allowed)")
 
     def _tell_other_nodes(self, worker_group: WorkerGroup, cause: FirstCause) -> None:
         """Post the cause, and keep the store open until the others have read it."""
