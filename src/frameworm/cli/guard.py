@@ -27,15 +27,18 @@ def compare(
     after: Path = typer.Argument(..., metavar="RUN_B", help="Folder of the run after."),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
 ) -> None:
-    """Say what changed between two runs: settings, environment, phases, speed, memory, quality.
+    """Say what changed between two runs: settings, environment, phases, speed, memory, quality, and where they part.
 
     Example: frameworm compare runs/quickstart-20260101-120000 runs/quickstart-20260101-130000
     """
     from frameworm.guard.comparison import compare_runs
     from frameworm.guard.figures import read_runs
+    from frameworm.guard.parting import first_parting
+    from frameworm.records.store import RunFolder
     from frameworm.report.guard_text import comparison_sentences, render_comparison
 
     comparison = compare_runs(*read_runs([str(before), str(after)]))
+    comparison.parting = first_parting(RunFolder(before), RunFolder(after))
     if as_json:
         _print_json(comparison, sentences=comparison_sentences(comparison))
     else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.guard.figures import RunFigures
+from frameworm.guard.parting import Parting
 from frameworm.guard.statistics import RatioInterval, independent_ratio, run_spread
 from frameworm.records.schema import PHASES
 
@@ -88,6 +89,7 @@ class Comparison:
     mean: RatioInterval | None = None
     phases: list[PhaseChange] = field(default_factory=list)
     explanation: Explanation | None = None
+    parting: Parting | None = None  # None: nobody has looked, or there is no step to compare
 
 
 def compare_runs(before: RunFigures, after: RunFigures) -> Comparison:

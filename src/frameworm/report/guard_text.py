@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from frameworm.guard.comparison import Comparison, Difference, Explanation, PhaseChange, crowded
+from frameworm.guard.parting import Parting
 from frameworm.guard.regression import INCONCLUSIVE, NOT_JUDGED, OK, REGRESSION, Check, Judgement
 from frameworm.guard.statistics import RatioInterval
 from frameworm.report import tables
@@ -101,6 +102,8 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     steps = "" if before.steps == after.steps else "other length"
     rows.append(("steps", f"{before.steps:,}", f"{after.steps:,}", steps, ""))
     lines += ["", *table(rows, width), ""]
+    if comparison.parting is not None:
+        lines += field("parting", parting_sentence(comparison.parting), width)
     lines += _differences("settings", comparison.settings, width)
     lines += _differences("environment", [*comparison.hardware, *comparison.environment], width)
     if comparison.work:
@@ -112,6 +115,15 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
             text = f"{label} did not have the machine to itself: other programs took {tables.share(crowded(run))}"
             lines += field("note", f"{text} of its cores; the interval allows for that", width)
     return _joined(lines)
+
+
+def parting_sentence(parting: Parting) -> str:
+    """From which step on two runs are not the same."""
+    if parting.step is None:
+        return f"none: loss and gradient norm are the same, bit for bit, in all {parting.compared_steps:,} steps"
+    mine, theirs = ("unknown" if value is None else f"{value:.9g}" for value in (parting.before, parting.after))
+    before = "no step before it" if parting.compared_steps == 1 else "all before it are the same, bit for bit"
+    return f"in step {parting.step:,}: the {parting.what} of rank {parting.rank} is {mine} and {theirs}; {before}"
 
 
 def comparison_sentences(comparison: Comparison) -> list[str]:

@@ -1,0 +1,81 @@
+"""Where two runs part: same seed, same bits; and the first step that differs is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from frameworm.cli.guard import compare
+from frameworm.config.load import load_config
+from frameworm.engine.run import run
+from frameworm.guard.parting import Parting, first_parting
+from frameworm.records.schema import StepRecord
+from frameworm.records.store import RunFolder
+from frameworm.records.writer import step_line
+from frameworm.report.guard_text import parting_sentence
+
+
+def run_of(path: Path, *ranks: list[tuple[int, float | None, float | None]]) -> RunFolder:
+    path.mkdir()
+    for rank, steps in enumerate(ranks):
+        lines = [
+            step_line(StepRecord(step, 1, 0.0, 0.1, loss, 0.1, 4, 4.0, grad_norm=norm)) for step, loss, norm in steps
+        ]
+        (path / f"steps-rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    return RunFolder(path)
+
+
+def test_the_first_different_step_of_any_rank_is_found(tmp_path: Path) -> None:
+    base = [(1, 0.5, 1.0), (2, 0.4, math.nan), (3, None, 1.0), (4, 0.3, 1.0)]
+    before = run_of(tmp_path / "a", base, base)
+    assert first_parting(before, run_of(tmp_path / "same", base, base)) == Parting(4)
+    later = [*base[:3], (4, 0.3 + 1e-16, 1.0)]
+    found = first_parting(before, run_of(tmp_path / "b", base, later))
+    assert found == Parting(4, 4, 1, "loss", 0.3, 0.3 + 1e-16)
+    norm = [base[0], (2, 0.4, 1.0), *base[2:]]
+    found = first_parting(before, run_of(tmp_path / "c", norm, later))
+    assert found is not None
+    assert (found.step, found.rank, found.what) == (2, 0, "gradient norm")
+    assert "in step 2: the gradient norm of rank 0 is nan and 1; all before it are the same" in parting_sentence(found)
+
+
+def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
+    before = run_of(tmp_path / "a", [(1, 0.5, None), (3, 0.4, None), (4, 0.3, None)])
+    after = run_of(tmp_path / "b", [(2, 0.9, None), (3, 0.4, None), (5, 0.1, None)], [(1, 9.0, None)])
+    assert first_parting(before, after) == Parting(1)
+    (tmp_path / "empty").mkdir()
+    assert first_parting(before, RunFolder(tmp_path / "empty")) is None
+
+
+@pytest.mark.slow
+def test_same_seed_same_bits(tmp_path: Path, data_cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    fixed = ["training.max_steps=20", "model.dropout=0.1", f"data.cache_dir={data_cache_dir}", "observe.progress=off"]
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(load_config(config, [*fixed, f"seed={seed}"]), out=tmp_path / name)
+    compare(tmp_path / "a", tmp_path / "b", as_json=False)
+    assert "parting     none: loss and gradient norm are the same, bit for bit, in all 20" in capsys.readouterr().out
+    compare(tmp_path / "a", tmp_path / "c", as_json=True)
+    other = json.loads(capsys.readouterr().out)["parting"]
+    assert (other["step"], other["what"], other["rank"]) == (1, "loss", 0)
+    files = [sorted((tmp_path / name).glob("checkpoints/step-*/*.safetensors")) for name in ("a", "b", "c")]
+    weights = [[path.read_bytes() for path in found] for found in files]
+    assert weights[0]
+    assert weights[0] == weights[1]
+    assert weights[0] != weights[2]
+
+
+@pytest.mark.gpu
+def test_same_seed_same_bits_on_one_gpu(tmp_path: Path, data_cache_dir: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    config = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    fixed = ["training.max_steps=40", "model.dropout=0.1", f"data.cache_dir={data_cache_dir}", "observe.progress=off"]
+    for name in ("a", "b"):
+        run(load_config(config, [*fixed, "gpu.device=cuda", "gpu.deterministic=true"]), out=tmp_path / name)
+    assert first_parting(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")) == Parting(40)
+    torch.use_deterministic_algorithms(False)
