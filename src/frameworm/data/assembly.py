@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from frameworm.data.batching import Batching, arrangement, batching_of
 from frameworm.data.sampling import OrderedSplitSampler, StepSampler, share_of
+from frameworm.data.skipping import SkippedLog, SkippingDataset
 from frameworm.data.streams import StreamBatches
 from frameworm.data.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
@@ -44,6 +45,7 @@ class LoaderSettings:
     resident: bool | Auto = False
     epochs: int = 1
     most_widths: int | None = None
+    on_error: Literal["raise", "skip"] = "raise"
 
     @property
     def balances(self) -> bool:
@@ -237,6 +239,7 @@ def build_loader(
     workers: int,
     generator: torch.Generator,
     epoch: SharedEpoch,
+    skipped: SkippedLog | None = None,
 ) -> DataLoader[Any]:
     """The torch loader of a map-style data set with its sampler, or of a stream without one."""
     common: dict[str, Any] = {
@@ -255,6 +258,8 @@ def build_loader(
     collate = settings.collate_fn
     if collate is None:
         collate = as_it_is if getattr(base_of(source), "assembles_batches", False) else default_collate
+    if skipped is not None:
+        source = SkippingDataset(source, skipped)
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)

@@ -29,6 +29,7 @@ from frameworm.data.counts import TokenCounts
 from frameworm.data.packed import batches_of, packing_of
 from frameworm.data.sampling import StepSampler, StepShape
 from frameworm.data.seeding import mix, seeded
+from frameworm.data.skipping import SkippedLog, SkippedSample
 from frameworm.data.streams import is_stream
 from frameworm.data.workers import (
     SharedEpoch,
@@ -70,6 +71,7 @@ class OptimizedDataLoader:
         self._generator = torch.Generator()
         self._tokens: TokenCounts | None = None
         self._packed: PackedBatches | None = None
+        self._skipped = SkippedLog() if self.settings.on_error == "skip" and not self._is_stream else None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
         if self._is_stream and self.settings.sampler is not None:
@@ -106,6 +108,7 @@ class OptimizedDataLoader:
         resident: bool | Auto = False,
         epochs: int = 1,
         most_widths: int | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> OptimizedDataLoader:
         """Make a loader.
 
@@ -137,6 +140,7 @@ class OptimizedDataLoader:
                 auto: if they are small beside its memory.
             epochs: How many will be read; packed looks at the first eight of them to choose its capacity.
             most_widths: Most different widths of padded text batches; None for any.
+            on_error: skip: a sample that raises is left out, the next one takes its place; see `skipped_samples`.
 
         Raises:
             DataError: The data set is empty or has no length.
@@ -163,6 +167,7 @@ class OptimizedDataLoader:
             resident=resident,
             epochs=epochs,
             most_widths=most_widths,
+            on_error=on_error,
         )
         return cls(dataset, batch_size, settings)
 
@@ -180,8 +185,6 @@ class OptimizedDataLoader:
         """Say which part of each step is this process's; takes effect at the next iteration.
 
         Args:
-            rank: This process.
-            world_size: Number of processes.
             accumulation: Micro-batches per step; sets the global batch unless one was given to `create`.
             fill_empty: Changes that setting of `create`.
             local_world_size: Ranks on this machine, which share its CPUs; all of them unless given.
@@ -218,6 +221,11 @@ class OptimizedDataLoader:
         if self._workers is None:
             self._workers = 0 if self.packs else self._choose_workers()
         return self._workers
+
+    @property
+    def skipped_samples(self) -> list[SkippedSample]:
+        """Samples that could not be read so far; others were taken in their place (`on_error="skip"`)."""
+        return [] if self._skipped is None else self._skipped.read()
 
     @property
     def packs(self) -> bool:
@@ -261,14 +269,7 @@ class OptimizedDataLoader:
             self._packed.close()
 
     def chunks(self, device: torch.device | None = None) -> Iterator[dict[str, Tensor]]:
-        """Packed batches of the current epoch, some tens at a time in one dict with a dimension in front.
-
-        Args:
-            device: A GPU on which they may be put together, if `resident` says so; None for host memory.
-
-        Raises:
-            DeviceError: `resident` is True and the device is no GPU.
-        """
+        """Packed batches of the epoch, some tens at a time in one dict; on a GPU if `resident` allows (DeviceError)."""
         self._ready()
         assert self._packed is not None, "only packed batches come in chunks"
         assert self._sampler is not None
@@ -345,4 +346,5 @@ class OptimizedDataLoader:
             source = make_stream(
                 source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch
             )
-        return build_loader(source, self._sampler, self.settings, workers, self._generator, self._shared_epoch)
+        shared = (self._generator, self._shared_epoch, self._skipped)
+        return build_loader(source, self._sampler, self.settings, workers, *shared)

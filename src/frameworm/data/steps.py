@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from frameworm.data.adopt import RankBatches, set_loader_epoch
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.skipping import SkippedSample
 from frameworm.errors import DataError
 
 OverRanks = Callable[[float], float]
@@ -83,6 +84,19 @@ class StepSource:
         if isinstance(inner, OptimizedDataLoader):
             return None if inner.packs else inner.num_workers
         return inner.num_workers if isinstance(inner, DataLoader) else None
+
+    def sample_ids(self, step: int) -> list[list[Any]] | None:
+        """This rank's samples in a step (from 0) of the epoch that runs, by micro-batch; None where nobody knows."""
+        sampler = None if self._planned is None else self._planned.sampler
+        if sampler is None or not 0 <= step < sampler.steps_per_epoch:
+            return None
+        return [indices.tolist() for indices in sampler.indices(step)]
+
+    @property
+    def skipped_samples(self) -> list[SkippedSample]:
+        """Samples that could not be read and were left out."""
+        inner = self._inner
+        return inner.skipped_samples if isinstance(inner, OptimizedDataLoader) else []
 
     def _count_steps(self) -> int | None:
         """Steps this rank's loader has in an epoch, or None when it does not say."""
