@@ -10,6 +10,7 @@ import typer
 from frameworm import __version__
 from frameworm.cli import doctor, guard, observe, predict, report, scale, slurm, sweep, train, tune
 from frameworm.errors import FramewormError
+from frameworm.records.atomic import forbid_world_writable
 
 app = typer.Typer(
     name="frameworm",
@@ -45,6 +46,7 @@ def _root(
 
 def main() -> NoReturn:
     """Entry point: errors of ours end with one message and their exit code, faults with a traceback."""
+    forbid_world_writable()
     try:
         app()
     except FramewormError as error:

@@ -67,6 +67,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_parallel(config),
         *_sharding(config),
         *_memory(config),
+        *_spikes(config),
         *_not_yet(config),
     ):
         found.setdefault(problem.keys[0], problem)
@@ -97,6 +98,17 @@ def _data(config: Config) -> Iterator[Problem]:
     elif dataset in WHERE_DATA and not config.data.root:
         text = f"{dataset} needs the folder with {WHERE_DATA[dataset]}; set data.root"
         yield Problem((key("data.root"),), text, at=(key("data.dataset"),))
+
+
+def _spikes(config: Config) -> Iterator[Problem]:
+    if config.training.on_spike != "rollback":
+        return
+    if config.gpu.capture != "off":
+        text = "rollback puts other tensors in place of those that a captured step was recorded with; use warn"
+        yield Problem((key("training.on_spike"), key("gpu.capture")), text)
+    if config.parallel.sync_every > 1:
+        text = "rollback needs one model, and with sync_every above 1 every rank has its own; use warn"
+        yield Problem((key("training.on_spike"), key("parallel.sync_every")), text)
 
 
 def _batching(config: Config) -> Iterator[Problem]:

@@ -68,3 +68,9 @@ class ParallelConfig(Section):
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest a collective may take; NCCL_TIMEOUT overrides it."
     )
+    watchdog_s: Annotated[float | None, OffNone] = Field(
+        default=300.0,
+        gt=0,
+        description="End all ranks, naming those that did not arrive, when no rank has come to another step or "
+        "collective for so many seconds (twice that in the first step); off waits for timeout_s.",
+    )

@@ -93,6 +93,10 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(default=True, description="A new order of the training samples in every epoch.")
     drop_last: bool = Field(default=False, description="Leave out the last, short step of an epoch.")
+    on_error: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="A sample that cannot be read: stop, or take the next one in its place and name it in the summary.",
+    )
 
 
 class EarlyStopConfig(Section):
@@ -143,6 +147,13 @@ class TrainingConfig(Section):
     )
     base_batch: Annotated[Count | None, OffNone] = Field(
         default=None, description="Global batch for which lr was chosen."
+    )
+    max_bad_steps: Annotated[Count | None, OffNone] = Field(
+        default=10, description="Stop after so many steps in a row with a loss or gradients that are not finite."
+    )
+    on_spike: Annotated[Literal["off", "warn", "rollback"], OffWord] = Field(
+        default="off",
+        description="A loss that jumps up and stays: say so, or go back to the last checkpoint's model.",
     )
     early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(
         default=None, description="Stop when a metric stalls."

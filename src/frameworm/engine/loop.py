@@ -11,9 +11,11 @@ import torch
 
 from frameworm.config.schema import EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
+from frameworm.engine.bad_numbers import BadNumbers
 from frameworm.engine.capture import CapturedStep
 from frameworm.engine.evaluation import Evaluation
 from frameworm.engine.gate import Gate
+from frameworm.engine.spikes import SpikeWatch
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
 from frameworm.launch.stopping import StopAgreement
@@ -52,6 +54,8 @@ class TrainingLoop:
         ranks: RankWatch | None = None,
         before_step: Callable[[int], None] | None = None,
         gate: Gate | None = None,
+        bad_numbers: BadNumbers | None = None,
+        spikes: SpikeWatch | None = None,
     ) -> None:
         self._step = step
         self._source = source
@@ -67,6 +71,8 @@ class TrainingLoop:
         self._ranks = ranks
         self._before_step = before_step
         self._gate = gate
+        self._bad_numbers = bad_numbers
+        self._spikes = spikes
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -110,7 +116,7 @@ class TrainingLoop:
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
         stop_before, before_step, gate = self._agreement.stop_before, self._before_step, self._gate
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
-        update = self._step.update
+        update, spikes = self._step.update, self._spikes
         group = update.optimizer.param_groups[0]
         length, copies = self._source.steps_per_epoch, self._source.copies
         if copies is not None:
@@ -162,7 +168,11 @@ class TrainingLoop:
                 self._deliver(finished)
             if ranks is not None:
                 self._tell(ranks.after_step(number))
-            if save_every is not None and number % save_every == 0:
+            saves = save_every is not None and number % save_every == 0
+            if spikes is not None and (saves or spikes.due(number)):
+                self._drain()
+                spikes.look()  # before a save, so that no checkpoint holds what a spike has left
+            if saves:
                 self._drain()
                 self._save()
                 mark(CHECKPOINT)
@@ -191,6 +201,7 @@ class TrainingLoop:
     def _deliver(self, finished: list[Timed]) -> None:
         """Turn measured steps into records and hand them to whoever listens."""
         progress, ranks, on_step = self.progress, self._ranks, self._events.on_step
+        bad_numbers, spikes = self._bad_numbers, self._spikes
         now = time()
         since = now - perf_counter()
         for timed in finished:
@@ -223,6 +234,11 @@ class TrainingLoop:
                 on_step(record)
             else:
                 ranks.add(record, timed.communication)
+            if spikes is not None:
+                spikes.add(number, loss, count)
+            if bad_numbers is not None:
+                begun = number - 1 - (progress.step - progress.step_in_epoch)
+                bad_numbers.see(number, begun, epoch, loss if count else None, bool(skipped), grad_norm)
 
     def _end_epoch(self) -> None:
         progress = self.progress

@@ -27,9 +27,9 @@ from frameworm.engine.out_of_memory import Advise, planned_advice
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule, Schedule
 from frameworm.engine.trainer import Trainer
-from frameworm.errors import CheckpointError, DataError
+from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.hardware.devices import choose_device, supports_bf16
-from frameworm.launch.environment import detect
+from frameworm.launch.environment import detect, reported_by_launcher
 from frameworm.launch.process_group import setup_ddp
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.parallel.shards import loaded
@@ -105,7 +105,8 @@ def run(
         callbacks: Listeners beside those the config asks for.
     """
     process = setup_ddp() if dist.is_initialized() else detect()
-    config = resolve_here(config, process.world_size, resized=resume is not None)
+    # A launcher of ours has checked the batch already, as strictly as it is to be.
+    config = resolve_here(config, process.world_size, resized=resume is not None or reported_by_launcher())
     advise = functools.partial(planned_advice, config, process.world_size, look_at_machine(config).device)
     workload = build_workload(config, TokenisingNotice())
     return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise)
@@ -172,9 +173,24 @@ def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: b
         balance=False if evaluation else settings.balance,
         resident=False if evaluation else settings.resident,
         epochs=training.epochs,
+        on_error=settings.on_error,
         # A graph is captured for each shape of batch.
         most_widths=None if evaluation or config.gpu.capture == "off" else CAPTURED_WIDTHS,
     )
+
+
+def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -> None:
+    """Refuse to run code that only a run folder names: a folder is data, and may come from anywhere.
+
+    Raises:
+        ConfigError: The workload is a function of somebody's own and the user has not named it.
+    """
+    named = any(item.partition("=")[0].strip() == "workload" for item in overrides)
+    if ":" in config.workload and not named:
+        raise ConfigError(
+            f"{folder.config} names code to run: workload {config.workload}. If you trust it, say so: --set "
+            f"workload={config.workload}"
+        )
 
 
 def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, Evaluation]:
@@ -186,11 +202,13 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     Raises:
         RunFolderError: There is no such run.
         CheckpointError: It has no checkpoint that can be read.
+        ConfigError: Its config names code that the user has not.
     """
     folder = RunFolder.open(path)
     # What makes training fast is not needed to score, and may not be there.
     plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
     config = load_config(folder.config, [*plain, *overrides])
+    check_trusted(config, folder, overrides)
     config = config.model_copy(deep=True)
     config.training.accumulation = "auto"
     config.training.micro_batch = "auto"

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import nn
 
 from frameworm.config.load import dump_config
-from frameworm.config.schema import Config
-from frameworm.data.steps import StepSource, close_loader
+from frameworm.data.skipping import describe
+from frameworm.data.steps import close_loader
 from frameworm.engine.activations import apply_checkpointing
+from frameworm.engine.bad_numbers import make_bad_numbers
 from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
 from frameworm.engine.checkpoint import load_newest
 from frameworm.engine.checkpoint_store import make_store
 from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
-from frameworm.engine.folder import RunOutput
-from frameworm.engine.gate import Gate
 from frameworm.engine.half_weights import HalfWeights
 from frameworm.engine.halving import make_halving
+from frameworm.engine.job import Job
 from frameworm.engine.loop import Limits, TrainingLoop
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.memory_guard import make_guard
-from frameworm.engine.out_of_memory import Advise, Explainer
-from frameworm.engine.precision import Precision, wants_channels_last
+from frameworm.engine.out_of_memory import Explainer
+from frameworm.engine.precision import wants_channels_last
 from frameworm.engine.progress import Progress
-from frameworm.engine.schedule import AnySchedule
+from frameworm.engine.spikes import make_spikes
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
 from frameworm.engine.summary import (
@@ -46,6 +42,7 @@ from frameworm.engine.summary import (
     summarise_rank,
 )
 from frameworm.engine.update import Update
+from frameworm.engine.watching import make_watchdog
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import (
     all_reduce_sums,
@@ -62,33 +59,12 @@ from frameworm.observe.gradient_times import GradientWatch, unseen_because, watc
 from frameworm.observe.ranks import RankWatch
 from frameworm.observe.system import make_sampler
 from frameworm.observe.windows import Windows
-from frameworm.parallel.strategy import Strategy
-from frameworm.records.events import Events, Listener
-from frameworm.records.schema import Batch, CheckpointStatistics, RunRecord
+from frameworm.records.atomic import not_world_writable
+from frameworm.records.events import Events
+from frameworm.records.schema import CheckpointStatistics, RunRecord
 
 log = logging.getLogger("frameworm")
 _session_numbers = itertools.count()
-
-
-@dataclass
-class Job:
-    """What is to be trained, by what and how; the live objects beside the config's values."""
-
-    config: Config
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    make_schedule: Callable[[int | None], AnySchedule]  # from the total number of steps
-    loss_fn: Callable[..., Any] | None
-    strategy: Strategy
-    precision: Precision
-    batch: Batch
-    train: StepSource
-    validation: Iterable[Any] | None
-    open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
-    callbacks: Sequence[Listener] = ()
-    notes: list[str] = field(default_factory=list)
-    advise: Advise | None = None  # settings that would fit, asked when memory has run out
-    gate: Gate | None = None  # stands before every step
 
 
 class TrainingSession:
@@ -119,7 +95,13 @@ class TrainingSession:
         schedule = job.make_schedule(total)
         self._loss_function = LossFunction(job.model, job.loss_fn)
         update = Update(
-            job.model.parameters(), job.optimizer, schedule, job.precision, training.clip_norm, strategy=job.strategy
+            job.model.parameters(),
+            job.optimizer,
+            schedule,
+            job.precision,
+            training.clip_norm,
+            strategy=job.strategy,
+            check=training.max_bad_steps is not None,
         )
         self._windows = Windows(config.observe, job.strategy.device, self._rank, total)
         # Somebody else's listener may count on hearing of a step before the next one begins.
@@ -167,6 +149,11 @@ class TrainingSession:
         self._agreement = StopAgreement(
             self._request, store, self._rank, self._world_size, lookahead=clock.max_steps_ahead + 1
         )
+        place = None if folder is None else folder.path
+        self._watchdog = make_watchdog(
+            config.parallel.watchdog_s, shared_store(f"watchdog{number}"), self._state, place
+        )
+        self._spikes = make_spikes(training.on_spike, self._sum_over_ranks, self._state, self._store)
         self._guard = make_guard(config, job.strategy, self._request, job.model, job.optimizer)
         self._explainer = Explainer(self._state, config, job.batch, job.advise, store)
         self._loop = TrainingLoop(
@@ -188,6 +175,8 @@ class TrainingSession:
             ranks=self._ranks,
             before_step=watched(self._gradients, self._guard.before_step),
             gate=job.gate,
+            bad_numbers=make_bad_numbers(job, update, shared_store(f"bad{number}"), place),
+            spikes=self._spikes,
         )
         self._notes = [*job.notes, update.note, capture_note, job.strategy.note, halving_note]
         self.record = RunRecord(
@@ -210,6 +199,10 @@ class TrainingSession:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
+        with not_world_writable(), self._watchdog:
+            return self._run()
+
+    def _run(self) -> RunRecord:
         output = self._output
         if output.resumed:
             try:
@@ -306,9 +299,11 @@ class TrainingSession:
         self.record.slow_steps = aggregate.slow_steps()
         sums = None
         own = summarise_rank(self._rank, aggregate)
+        skipped = [self._job.train.skipped_samples]
         self.record.ranks = [own]
         if whole:
-            self.record.ranks = gather_objects(own) or [own]
+            gathered = gather_objects((own, skipped[0])) or [(own, skipped[0])]
+            self.record.ranks, skipped = [item[0] for item in gathered], [item[1] for item in gathered]
             sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
         checkpoint = CheckpointStatistics()
         if self._store is not None:
@@ -331,6 +326,9 @@ class TrainingSession:
         problem = None if self._store is None else self._store.problem
         self._notes += [*self._sampler.notes, *self._guard.notes, *self._agreement.details]
         self._notes += [] if self._halving is None else self._halving.notes
+        self._notes += [] if self._spikes is None else self._spikes.notes
+        self.record.skipped_samples, unread = describe(skipped)
+        self._notes.append(unread)
         writer_notes = self._output.close()
         self.record.compilation = self._compiler.record()
         if self._captured is not None:

@@ -20,12 +20,13 @@ from frameworm.data.steps import StepSource
 from frameworm.engine.activations import find_layers
 from frameworm.engine.folder import open_output
 from frameworm.engine.gate import Gate
+from frameworm.engine.job import Job
 from frameworm.engine.out_of_memory import Advise
 from frameworm.engine.precision import Precision, apply_backend_flags
 from frameworm.engine.processors import apply_processors
 from frameworm.engine.randomness import seed_everything
 from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
-from frameworm.engine.session import Job, TrainingSession
+from frameworm.engine.session import TrainingSession
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.errors import DataError, StateError
 from frameworm.hardware.devices import choose_device

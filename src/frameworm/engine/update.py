@@ -21,7 +21,15 @@ def accepts_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Update:
-    """Applies the gradients of one step."""
+    """Applies the gradients of one step.
+
+    Args:
+        check: Leave out steps with bad gradients also where nothing is clipped.
+
+    Attributes:
+        look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
+        finite: For each parameter with a gradient, whether that was finite in the last step that was looked at.
+    """
 
     def __init__(
         self,
@@ -32,6 +40,7 @@ class Update:
         clip_norm: float | None,
         device: torch.device | None = None,
         strategy: Strategy | None = None,
+        check: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
@@ -50,6 +59,11 @@ class Update:
         self.skipped: torch.Tensor | None = None
         self.one_pass: FusedUpdate | None = None
         self.halves: HalfWeights | None = None
+        # Sharded gradients are judged by their norm over all ranks.
+        self._checks = check and self._scaler is None and clip_norm is None and (self._on_cpu or self._skips_on_device)
+        self._wanted_check = check
+        self.look = False
+        self.finite: torch.Tensor | None = None
 
     def find_one_pass(self) -> FusedUpdate | None:
         """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
@@ -71,7 +85,7 @@ class Update:
                 f"the host waits for the device in every step: {name} cannot leave out a step by itself "
                 "(use its fused form, fused=True)"
             )
-        if self._clip_norm is not None:
+        if self._clip_norm is not None or self._wanted_check:
             return (
                 f"steps with non-finite gradients are not left out: {name} does not accept found_inf (use fused=True)"
             )
@@ -84,6 +98,7 @@ class Update:
             factor: What the gradients must be multiplied with first (a tensor on the device), or None for 1.
         """
         optimizer, scaler = self.optimizer, self._scaler
+        gradients: list[torch.Tensor] = []
         if self.one_pass is not None:
             self.grad_norm, self.skipped = self.one_pass(self._clip_norm, self._clip_norm is not None, factor)
             self.clear()
@@ -93,20 +108,24 @@ class Update:
             self.halves.collect()
         if scaler is not None:
             scaler.unscale_(optimizer)
-        if factor is not None or self._clip_norm is not None:
+        if factor is not None or self._clip_norm is not None or self._checks or self.look:
             if self._sharded_by is None:
                 gradients = [item.grad for item in self._parameters if item.grad is not None]
             else:
                 gradients = self._sharded_by.own_gradients(self._parameters)
+            if self.look and gradients:
+                self.finite = _finite(gradients)
             self.grad_norm = self._weigh_and_clip(gradients, factor)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
-        elif self.grad_norm is None:
-            optimizer.step()
+        elif self.grad_norm is not None:
+            self._step_unless(torch.isfinite(self.grad_norm).logical_not_().float())
+        elif self._checks and gradients:
+            self._step_unless(self._any_bad(gradients))
         else:
-            self._step_unless_bad(self.grad_norm)
+            optimizer.step()
         self.clear()
         if self.halves is not None:
             self.halves.refresh()
@@ -115,13 +134,18 @@ class Update:
         """Returns the gradients' norm before clipping, None where nothing is clipped."""
         if factor is not None:
             torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
-        if self._clip_norm is None:
+        if self._clip_norm is None and (not self._checks or self._sharded_by is None):
             return None
         norm = get_total_norm(gradients)
+        if self._on_cpu and not self.look and not torch.isfinite(norm):
+            self.finite = _finite(gradients)  # before a bad norm spoils them all
         if self._sharded_by is None:
+            assert self._clip_norm is not None
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
             return norm
         norm = self._sharded_by.norm_over_ranks(norm)
+        if self._clip_norm is None:
+            return norm
         torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -136,23 +160,35 @@ class Update:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _step_unless_bad(self, grad_norm: torch.Tensor) -> None:
+    def _any_bad(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Judge the gradients themselves where no norm is needed: one pass over them that changes nothing."""
+        device = gradients[0].device
+        bad, one = torch.zeros((), device=device), torch.ones((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, bad, one)
+        if self._on_cpu and not self.look and bad:
+            self.finite = _finite(gradients)
+        return bad
+
+    def _step_unless(self, bad: torch.Tensor) -> None:
         if self._on_cpu:
             # Asking costs nothing here.
-            bad = not bool(torch.isfinite(grad_norm))
-            self.skipped = torch.tensor(float(bad))
+            self.skipped = bad
             if not bad:
                 self.optimizer.step()
             elif hasattr(self.optimizer, "_opt_called"):
                 self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
         elif self._skips_on_device:
-            self.skipped = torch.isfinite(grad_norm).logical_not_().float()
+            self.skipped = bad
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
             self.optimizer.step()
+
+
+def _finite(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([item.isfinite().all() for item in gradients])
 
 
 def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

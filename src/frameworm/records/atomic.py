@@ -43,6 +43,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def forbid_world_writable() -> int:
+    """From now on nothing this process makes can be written by everybody, whatever its umask was; returns that."""
+    before = os.umask(0o022)
+    os.umask(before | 0o002)
+    return before
+
+
+@contextlib.contextmanager
+def not_world_writable() -> Iterator[None]:
+    """The same for a while."""
+    before = forbid_world_writable()
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; file systems that cannot sync one have no such promise to give."""
     with contextlib.suppress(OSError):

@@ -198,6 +198,7 @@ class RunRecord:
     quality: Quality = field(default_factory=Quality)
     checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)
     skipped_steps: int | None = None
+    skipped_samples: int | None = None  # that could not be read, where data.on_error is skip
     compilation: Compilation | None = None
     captured_steps: int | None = None  # steps replayed as CUDA graphs
     ranks: list[RankSummary] = field(default_factory=list)
