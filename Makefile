@@ -47,6 +47,9 @@ campaign: $(STAMP)  ## long checks, some ten minutes: are the verdicts right? do
 	@$(BIN)/python benchmarks/diagnosis.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_compression_hook.py -k again_and_again
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/guard/test_guard_real_runs.py
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/engine/test_engine_fuzz.py
+	@$(BIN)/python benchmarks/elastic_campaign.py --kills 20
+	@$(BIN)/python benchmarks/fault_campaign.py --runs 1000
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
