@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import HashStore
 
-from frameworm.engine.checkpoint_store import CheckpointStore
+from frameworm.engine.checkpoint_store import Capture, CheckpointStore
+from frameworm.engine.committing import Retention
 from frameworm.engine.snapshot import Snapshot, take_snapshot
+from frameworm.engine.staging import Staging
 from frameworm.launch.reports import RankReports
 from frameworm.parallel.shards import HeldState
 
@@ -19,35 +22,49 @@ def values(step: int) -> dict[str, torch.Tensor]:
     return {"large": torch.full((1000, 3), float(step)), "small": torch.arange(5) + step}
 
 
-def share(step: int, rank: int = 0, world_size: int = 1, **common: Any) -> Snapshot:
+def share(step: int, rank: int = 0, world_size: int = 1, **common: Any) -> Capture:
     """What a rank writes of a model that all hold alike."""
     held = HeldState({"model": values(step), "optimizer": {"state": {}, "param_groups": []}})
     rest = {"schedule": {}, "precision": {}, "progress": {"step": step}, **common}
-    return take_snapshot(held, rest, {"own": torch.tensor([rank, step])}, rank, world_size)
+
+    def capture(staging: Staging | None, settle: Callable[[], None]) -> Snapshot:
+        def late() -> tuple[dict[str, Any], dict[str, Any]]:
+            settle()
+            return rest, {"own": torch.tensor([rank, step])}
+
+        if staging is None:
+            settle()
+            return Snapshot(problem="left out")
+        return take_snapshot(held, {}, staging, rank, world_size, late)
+
+    return capture
 
 
-def make_store(folder: Path, keep: int = 3, asynchronous: bool = False) -> CheckpointStore:
-    return CheckpointStore(folder, keep=keep, asynchronous=asynchronous)
+def make_store(folder: Path, keep: int = 3, asynchronous: bool = False, **more: Any) -> CheckpointStore:
+    return CheckpointStore(folder, retention=Retention(keep), asynchronous=asynchronous, **more)
 
 
 def fill(folder: Path, steps: tuple[int, ...]) -> None:
     store = make_store(folder, keep=10)
     for step in steps:
-        store.save(step, lambda step=step: share(step))  # type: ignore[misc]
+        store.save(step, share(step))
+    store.close()
     assert store.problem is None
 
 
-def save_on_two(folder: Path, step: int, shares: list[Snapshot], limit_s: float = 20.0) -> list[CheckpointStore]:
+def save_on_two(folder: Path, step: int, shares: list[Capture], limit_s: float = 20.0) -> list[CheckpointStore]:
     """Two ranks save their shares at the same time."""
     store = HashStore()
     ranks = [
-        CheckpointStore(folder, keep=3, asynchronous=False, reports=RankReports(store, rank, 2, limit_s))
+        make_store(folder, reports=RankReports(store, rank, 2, limit_s))
         for rank in range(2)
     ]
-    threads = [threading.Thread(target=item.save, args=(step, lambda own=own: own)) for item, own in zip(ranks, shares)]  # type: ignore[misc]
+    threads = [threading.Thread(target=item.save, args=(step, own)) for item, own in zip(ranks, shares)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
+    for item in ranks:
+        item.close()
     return ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import nn
 
 from frameworm.engine import checkpoint_store as writing
 from frameworm.engine.checkpoint import check_same_model, list_checkpoints, load_newest
-from frameworm.engine.shard_files import write_shard
+from frameworm.engine import share_writing
+from frameworm.engine.shard_writing import write_file
 from frameworm.engine.snapshot import spread
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import loaded
@@ -35,8 +35,8 @@ def test_saves_prunes_and_points_to_the_newest(tmp_path: Path, asynchronous: boo
     (tmp_path / ".step-00000001.tmp").mkdir()  # of a run that was killed
     store = make_store(tmp_path, keep=2, asynchronous=asynchronous)
     for step in (1, 2, 3, 4):
-        store.save(step, lambda step=step: share(step))  # type: ignore[misc]
-    store.wait()
+        store.save(step, share(step))
+    store.close()
     assert [item.step for item in list_checkpoints(tmp_path)] == [3, 4]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
     assert sorted(str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*")) == [
@@ -84,13 +84,13 @@ def test_a_rank_whose_disk_is_full_leaves_the_previous_one(
 ) -> None:
     save_on_two(tmp_path, 1, [share(1, rank, 2) for rank in range(2)])
 
-    def full(path: Path, tensors: Any) -> Any:
+    def full(path: Path, parts: Any, **how: Any) -> Any:
         if path.name == "rank-00001.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_shard(path, tensors)
+        return write_file(path, parts, **how)
 
-    monkeypatch.setattr(writing, "write_shard", full)
+    monkeypatch.setattr(share_writing, "write_file", full)
     with caplog.at_level(logging.WARNING, "frameworm"):
         ranks = save_on_two(tmp_path, 2, [share(2, rank, 2) for rank in range(2)])
     expected = "checkpoint of step 2 could not be written: rank 1: No space left on device"
@@ -102,17 +102,22 @@ def test_a_rank_whose_disk_is_full_leaves_the_previous_one(
 
 def test_ranks_that_hold_different_states_write_none(tmp_path: Path) -> None:
     shares = [share(1, rank, 2) for rank in range(2)]
-    del shares[1].pieces["model/small"]
-    ranks = save_on_two(tmp_path, 1, shares)
+
+    def forgetful(staging: Any, settle: Any) -> Any:
+        snapshot = shares[1](staging, settle)
+        del snapshot.pieces["model/small"]
+        return snapshot
+
+    ranks = save_on_two(tmp_path, 1, [shares[0], forgetful])
     assert all("nobody wrote model/small" in str(item.problem) for item in ranks)
     assert list_checkpoints(tmp_path) == []
 
 
 def test_storage_that_is_not_shared_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(path: Path, tensors: Any) -> Any:
-        return write_shard(tmp_path / path.name if path.name == "rank-00001.safetensors" else path, tensors)
+    def elsewhere(path: Path, parts: Any, **how: Any) -> Any:
+        return write_file(tmp_path / path.name if path.name == "rank-00001.safetensors" else path, parts, **how)
 
-    monkeypatch.setattr(writing, "write_shard", elsewhere)
+    monkeypatch.setattr(share_writing, "write_file", elsewhere)
     monkeypatch.setattr(writing, "_VISIBLE_S", 0.2)
     ranks = save_on_two(tmp_path / "run", 1, [share(1, rank, 2) for rank in range(2)])
     assert all("storage that all machines share" in str(item.problem) for item in ranks)
@@ -120,9 +125,9 @@ def test_storage_that_is_not_shared_is_said(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_is_no_plain_data_is_named_and_training_goes_on(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.save(1, lambda: share(1, schedule={"fn": [Path("x")]}))
+    store.save(1, share(1, schedule={"fn": [Path("x")]}))
     assert "schedule/fn/0 is a pathlib" in str(store.problem)
-    store.save(2, lambda: share(2, schedule={"sparse": torch.eye(2).to_sparse()}))
+    store.save(2, share(2, schedule={"sparse": torch.eye(2).to_sparse()}))
     assert "schedule/sparse is a torch.sparse" in str(store.problem)
     assert store.count == 0
 
@@ -138,7 +143,7 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "nested": [{"half": torch.ones(2, 2, dtype=torch.bfloat16)}, torch.tensor(3), torch.empty(0, 3)],
         "turned": torch.arange(6).reshape(2, 3).t(),
     }
-    make_store(tmp_path).save(1, lambda: share(1, schedule=state))
+    make_store(tmp_path).save(1, share(1, schedule=state))
     found = loaded(list_checkpoints(tmp_path)[-1].read().shared["schedule"])
     tensors = [*state.pop("nested"), state.pop("turned")]  # type: ignore[misc]
     again = [*found.pop("nested"), found.pop("turned")]
@@ -157,33 +162,30 @@ def test_rows_are_read_from_the_files_that_hold_them(tmp_path: Path) -> None:
     assert tensor.read(5, 0).tolist() == []
 
 
-def test_a_snapshot_shares_nothing_with_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer is held up until the weights have changed."""
-    changed = threading.Event()
-
-    def late(path: Path, tensors: Any) -> Any:
-        assert changed.wait(30)
-        return write_shard(path, tensors)
-
-    monkeypatch.setattr(writing, "write_shard", late)
-    model = nn.Linear(3, 2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_snapshot_shares_nothing_with_what_trains(tmp_path: Path, asynchronous: bool) -> None:
+    """The weights change in the moment in which save returns; the writer cannot even have started by then."""
+    model = nn.Linear(300, 200)
     before = {name: item.clone() for name, item in model.state_dict().items()}
-    store = make_store(tmp_path, asynchronous=True)
-    store.save(1, lambda: share(1, schedule=dict(model.state_dict())))
-    with torch.no_grad():
-        for item in model.parameters():
-            item.fill_(7)
-    changed.set()
-    store.wait()
-    found = loaded(list_checkpoints(tmp_path)[-1].read().shared["schedule"])
-    assert all(torch.equal(found[name], item) for name, item in before.items())
+    store = make_store(tmp_path, asynchronous=asynchronous)
+    for step in (1, 2):  # the second finds the memory of the first
+        state = {name: item.detach() for name, item in model.named_parameters()}
+        store.save(step, share(step, schedule=state))
+        with torch.no_grad():
+            for item in model.parameters():
+                item.fill_(7)
+        store.wait()
+        found = loaded(list_checkpoints(tmp_path)[-1].read().shared["schedule"])
+        assert all(torch.equal(found[name], item) for name, item in before.items())
+        before = {name: torch.full_like(item, 7) for name, item in before.items()}
+    store.close()
 
 
 def test_a_disk_that_refuses_does_not_stop_training(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     store = make_store(blocked / "checkpoints")
-    store.save(1, lambda: share(1))
+    store.save(1, share(1))
     assert store.problem is not None
     assert "step 1" in store.problem
     assert store.count == 0

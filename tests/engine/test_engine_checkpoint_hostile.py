@@ -100,7 +100,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "not the manifest",
     ),
     "another step": (lambda content: content.update(step=9), "holds the checkpoint of step 9"),
-    "another format": (lambda content: content.update(format=3), "is of format 3, and this version reads 2"),
+    "another format": (lambda content: content.update(format=4), "is of format 4, and this version reads 3"),
     "no ranks": (lambda content: content.update(ranks=None), "not the manifest"),
     "size as text": (lambda content: content["files"][SHARD].update(bytes="many"), "not the manifest"),
 }
@@ -197,7 +197,7 @@ def test_a_shard_with_absurd_offsets_is_refused(folder: Path) -> None:
     head = json.dumps(header).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + content[8 + length :])
     size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    _forge(path.parent, lambda manifest: manifest["files"][SHARD].update(bytes=size, sha256=sha256))
+    _forge(path.parent, lambda manifest: manifest["files"][SHARD].update(bytes=size, sha256=[sha256]))
     with pytest.raises(CheckpointError, match="cannot be read"):
         loaded(list_checkpoints(folder)[-1].read().shared)
 
@@ -212,7 +212,7 @@ def test_a_pickle_with_a_payload_is_refused(folder: Path, monkeypatch: pytest.Mo
     path = folder / "step-00000003" / SHARD
     path.write_bytes(pickle.dumps(Payload()))
     size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    _forge(path.parent, lambda manifest: manifest["files"][SHARD].update(bytes=size, sha256=sha256))
+    _forge(path.parent, lambda manifest: manifest["files"][SHARD].update(bytes=size, sha256=[sha256]))
     with pytest.raises(CheckpointError, match="cannot be read"):
         loaded(list_checkpoints(folder)[-1].read().shared)
     assert not (folder / "pwned").exists()

@@ -8,7 +8,6 @@ it can execute code, and nothing outside of its folder is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from frameworm.engine import manifest as manifests
+from frameworm.engine.committing import stored_folders
 from frameworm.engine.manifest import Manifest
 from frameworm.engine.outline import decode
 from frameworm.engine.shard_files import ShardReader, check_file
 from frameworm.errors import CheckpointError
 from frameworm.launch.process_group import broadcast_object, gather_objects, is_distributed
 
-# The same step may be saved again, after a resume: the old one goes when the new one is durable.
-_FOLDER_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _PARTS = ("model", "optimizer", "schedule", "precision", "progress")
 
 
@@ -93,12 +91,7 @@ class StoredCheckpoint:
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     """The checkpoints of a folder that have a manifest, oldest first."""
-    found = []
-    for path in folder.glob("step-*"):
-        match = _FOLDER_NAME.fullmatch(path.name)
-        if match and not path.is_symlink() and (path / manifests.NAME).is_file():
-            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path))
-    return sorted(found)
+    return [StoredCheckpoint(*item) for item in stored_folders(folder)]
 
 
 def load_newest(folder: Path, say: Callable[[str], None]) -> tuple[StoredCheckpoint, SavedState] | None:

@@ -1,210 +1,330 @@
-"""Writing checkpoints that are whole or not there.
+"""Writing checkpoints that are whole or not there, while training goes on.
 
-Every rank writes its share of the state as a safetensors file into a temporary folder and reports it to rank 0. When
-all have, rank 0 writes the manifest, renames the folder, moves `latest` and removes old ones. Files and folders are
-synced on the way: whatever has the name of a checkpoint is durable. A rank that cannot write makes all ranks do
-without this one.
+A save copies the state (`snapshot`, `staging`) and returns. In the background a process of its own (`writer_process`)
+writes this rank's share into a temporary folder; the ranks report to rank 0, which has the manifest written, the folder
+renamed, `latest` moved and old ones removed. Files and folders are synced on the way: whatever has the name of a
+checkpoint is durable. A rank that cannot write makes all ranks do without this one, and training goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
-from frameworm.config.schema import CheckpointConfig
-from frameworm.engine import manifest as manifests
-from frameworm.engine.checkpoint import list_checkpoints
-from frameworm.engine.manifest import Manifest, assemble, shard_name
-from frameworm.engine.shard_files import check_file, type_name, write_shard
+import torch
+
+from frameworm.engine.committing import CommitOrder, Retention
+from frameworm.engine.shard_files import type_name
+from frameworm.engine.shard_writing import Stored, lay_out
+from frameworm.engine.share_writing import WriteOrder
 from frameworm.engine.snapshot import Snapshot
+from frameworm.engine.staging import Staging
+from frameworm.engine.writer import Writer
+from frameworm.engine.writer_process import in_words
 from frameworm.errors import CheckpointError
 from frameworm.launch.reports import RankReports
-from frameworm.records.atomic import replacing, sync_folder
+from frameworm.records.schema import CheckpointStatistics
 
 log = logging.getLogger("frameworm")
-_LATEST = "latest"
-_VISIBLE_S = 60.0  # how long a network file system may take to show rank 0 what another machine wrote
+PATIENCE_S = 60.0  # how long training waits for a checkpoint being written before it does without the next one
+_END_S = 600.0  # and at the end of the run
+_ABANDON_S = 30.0
+_VISIBLE_S = 60.0
+
+# From where copies go (None: nowhere) and what is to be called once all is copied on the device, to the snapshot.
+Capture = Callable[[Staging | None, Callable[[], None]], Snapshot]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+@dataclass
+class _Job:
+    number: int
+    step: int
+    snapshot: Snapshot
 
 
 class CheckpointStore:
-    """Writes checkpoints into a folder, beside training (`async`) or not (`sync`), and keeps the newest few.
+    """Writes checkpoints into a folder, beside training (`async`) or not (`sync`), and keeps some of them.
 
     Args:
         folder: Where they go; all ranks must see the same.
-        keep: How many stay.
-        asynchronous: Write in a thread.
+        retention: Which stay.
+        asynchronous: Write in a process of its own, while training goes on.
         reports: How the ranks hear of each other.
+        device: What trains.
+        compression: off, zstd or auto.
+        fast: A folder on faster storage that files are written to first.
     """
 
-    def __init__(self, folder: Path, *, keep: int, asynchronous: bool, reports: RankReports | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        retention: Retention | None = None,
+        asynchronous: bool = True,
+        reports: RankReports | None = None,
+        device: torch.device | None = None,
+        compression: str = "off",
+        fast: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.count = 0
+        self.failed = 0
         self.stall_s = 0.0
         self.problem: str | None = None
-        self._keep = keep
-        self._asynchronous = asynchronous
+        self.notes: list[str] = []
+        self._retention = retention or Retention()
         self._reports = reports or RankReports(None)
-        self._writer: threading.Thread | None = None
+        self._compression = compression
+        self._fast = fast
+        self._staging = Staging(device or torch.device("cpu"))
+        self._writer = Writer(
+            self._staging.memory, beside=asynchronous, say=lambda text: self._note_once(text, warn=True)
+        )
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._staging_free = threading.Semaphore(1)
+        self._outstanding = 0
+        self._changed = threading.Condition()
         self._rounds = 0
+        self._stuck = False
+        self._closed = False
 
-    def save(self, step: int, capture: Callable[[], Snapshot]) -> None:
-        """Save what `capture` copies; all ranks must call it. A disk that refuses does not stop training."""
+    def save(
+        self,
+        step: int,
+        capture: Capture,
+        settle: Callable[[], None] = _nothing,
+        flush: Callable[[], None] = _nothing,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Save what `capture` copies; all ranks must call it. A disk that refuses does not stop training.
+
+        Args:
+            step: After which step.
+            capture: Copies the state to where it is told; with nowhere to go it does what ranks do together.
+            settle: Waits for the steps before, on all ranks. That is no time lost to saving: they have to be done.
+            flush: Writes down what is known of these steps.
+            last: The training is over: there is nothing to write beside.
+        """
         begin = perf_counter()
-        self.wait()
-        arguments = (self._rounds, step, capture())
-        self._rounds += 1
-        if self._asynchronous:
-            self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint-writer")
-            self._writer.start()
-        else:
-            self._write(*arguments)
-        self.stall_s += perf_counter() - begin
+        waited_s = 0.0
 
-    def wait(self) -> None:
-        """Until the checkpoint being written is durable, or has failed, on all ranks."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        def settled() -> None:
+            nonlocal waited_s
+            before = perf_counter()
+            settle()
+            waited_s = perf_counter() - before
+            flush()
+
+        number = self._rounds
+        self._rounds += 1
+        if not self._room():
+            capture(None, settled)
+            self._skip(number, step)
+        else:
+            job = _Job(number, step, capture(self._staging, settled))
+            if self._writer.beside and not (last and self._thread is None):
+                self._hand_over(job)
+            else:
+                self.wait()
+                self._write(job)
+        self.stall_s += perf_counter() - begin - waited_s
+
+    def _room(self) -> bool:
+        """Whether the memory for copies is free, or becomes so before long."""
+        if self._staging_free.acquire(blocking=False):
+            self._stuck = False
+            return True
+        self._note_once(
+            "storage takes longer to write a checkpoint than there is between two: training waits for it "
+            "(save more rarely, or set checkpoint.dir to faster storage)",
+            warn=True,
+        )
+        # Once it has not come back in time, nobody waits again until it does.
+        found = self._staging_free.acquire(blocking=not self._stuck, timeout=None if self._stuck else PATIENCE_S)
+        self._stuck = not found
+        return found
+
+    def _skip(self, number: int, step: int) -> None:
+        problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:.0f} s"
+        try:
+            self._reports.report(number, json.dumps({"problem": problem}))
+            if self._reports.rank == 0:
+                self._reports.decide(number, problem)
+        except (TimeoutError, RuntimeError):
+            pass  # the others will not get theirs done either
+        self._conclude(step, problem)
+
+    def _hand_over(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="checkpoints", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._outstanding += 1
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(job)
+            finally:
+                with self._changed:
+                    self._outstanding -= 1
+                    self._changed.notify_all()
+
+    def wait(self, limit_s: float = _END_S) -> bool:
+        """Until all checkpoints being written are durable, or have failed, on all ranks; false where time ran out."""
+        deadline = monotonic() + limit_s
+        with self._changed:
+            while self._outstanding:
+                if monotonic() > deadline:
+                    return False
+                self._changed.wait(min(1.0, limit_s))
+        return True
 
     def abandon(self) -> None:
         """The training ends by an error: wait for the checkpoint being written, but not long for other ranks."""
         self._reports.give_up()
-        self.wait()
+        self.close(_ABANDON_S)
 
-    def _write(self, number: int, step: int, snapshot: Snapshot) -> None:
+    def close(self, limit_s: float = _END_S) -> None:
+        """The training is over: wait for what is being written, and give everything back."""
+        if self._closed:
+            return
+        done = self.wait(limit_s)
+        self._closed = True
+        if not done:
+            self._conclude(None, f"storage has not taken it for {limit_s:.0f} s")
+        self._jobs.put(None)
+        self._writer.close()
+        if done:
+            if self._thread is not None:
+                self._thread.join(_ABANDON_S)
+            self._staging.close()
+
+    def _write(self, job: _Job) -> None:
         """Write this rank's share; the ranks then agree on what came of it."""
         reports = self._reports
-        draft = self.folder / f".step-{step:08d}.tmp"
+        draft = self.folder / f".step-{job.step:08d}.tmp"
         try:
-            report = _write_share(draft, reports.rank, snapshot)
-        except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
-            report = {"problem": _in_words(error)}
-        try:
-            reports.report(number, json.dumps(report))
+            try:
+                report = self._write_share(draft, job.snapshot)
+            except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
+                report = {"problem": in_words(error)}
+            reports.report(job.number, json.dumps(report))
             if reports.rank == 0:
-                problem = self._commit(step, draft, reports, number)
-                reports.decide(number, problem or "")
+                problem = self._commit(job, draft)
+                reports.decide(job.number, problem or "")
             else:
-                problem = reports.verdict(number) or None
+                problem = reports.verdict(job.number) or None
         except (TimeoutError, RuntimeError) as error:
-            problem = _in_words(error)
+            problem = in_words(error)
+        self._conclude(job.step, problem)
+
+    def _write_share(self, draft: Path, snapshot: Snapshot) -> dict[str, Any]:
+        """Have one rank's file written and say what is in it; the staging memory is free again when this returns."""
+        freed = False
+
+        def free() -> None:
+            nonlocal freed
+            if not freed:
+                freed = True
+                self._staging_free.release()
+
+        try:
+            if snapshot.problem is not None:
+                raise CheckpointError(snapshot.problem)
+            self._staging.finish()
+            if self._staging.waited_for_device:
+                self._note_once("no room on the device for a copy of the state: training waits while it is saved")
+            stored = {
+                name: Stored(
+                    type_name(piece.dtype, name),
+                    piece.dtype.itemsize,
+                    piece.rows_shape,
+                    piece.place,
+                    piece.size_bytes,
+                )
+                for name, piece in snapshot.pieces.items()
+            }
+            fast = None if self._fast is None else str(self._fast.resolve())
+            order = WriteOrder(
+                str(draft.resolve()),
+                self._reports.rank,
+                lay_out(stored),
+                self._staging.used_bytes,
+                self._compression,
+                fast,
+            )
+            answer = self._writer.perform({"write": order.to_json()}, free, lambda: not freed)
+        finally:
+            free()
+        for note in answer.get("notes", ()):
+            self._note_once(note)
+        if "problem" in answer:
+            return answer
+        pieces = {
+            name: (stored[name].dtype, piece.shape, piece.first_row, piece.rows_shape[0] if piece.shape else 1)
+            for name, piece in snapshot.pieces.items()
+        }
+        return {"file": answer["file"], "pieces": pieces, "shared": snapshot.shared, "own": snapshot.own}
+
+    def _commit(self, job: _Job, draft: Path) -> str | None:
+        """Have the shares of all ranks made a checkpoint; returns why that failed."""
+        reports = self._reports
+        try:
+            found = [json.loads(text) for text in reports.collect(job.number)]
+            for rank, report in enumerate(found):
+                if "problem" in report:
+                    shutil.rmtree(draft, ignore_errors=True)
+                    return f"rank {rank}: {report['problem']}" if reports.world_size > 1 else str(report["problem"])
+            order = CommitOrder(
+                str(self.folder.resolve()), str(draft.resolve()), job.step, found, self._retention, _VISIBLE_S
+            )
+            answer = self._writer.perform({"commit": order.to_json()})
+        except Exception as error:  # as above
+            answer = {"problem": in_words(error)}
+        if "problem" in answer:
+            shutil.rmtree(draft, ignore_errors=True)
+            return str(answer["problem"])
+        return None
+
+    def _conclude(self, step: int | None, problem: str | None) -> None:
         if problem is None:
             self.count += 1
             return
-        self.problem = f"checkpoint of step {step} could not be written: {problem}"
-        if reports.rank == 0:
+        self.failed += 1
+        which = "the last checkpoint" if step is None else f"checkpoint of step {step}"
+        self.problem = f"{which} could not be written: {problem}"
+        if self._reports.rank == 0:
             log.warning("%s; the one before it stays the latest, and training goes on", self.problem)
 
-    def _commit(self, step: int, draft: Path, reports: RankReports, number: int) -> str | None:
-        """Make the shares of all ranks a checkpoint; returns why that failed."""
-        try:
-            found = [json.loads(text) for text in reports.collect(number)]
-            for rank, report in enumerate(found):
-                if "problem" in report:
-                    return f"rank {rank}: {report['problem']}" if reports.world_size > 1 else str(report["problem"])
-            manifest = assemble(step, found)
-            _wait_for_files(draft, manifest)
-            with replacing(draft / manifests.NAME) as file:
-                file.write(manifest.dump().encode())
-            target = self._free_name(step)
-            draft.rename(target)
-            sync_folder(self.folder)
-            sync_folder(self.folder.parent)
-            with replacing(self.folder / _LATEST) as file:
-                file.write(f"{target.name}\n".encode())
-            self._prune(target)
-            return None
-        except Exception as error:  # as above
-            return _in_words(error)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    def _note_once(self, text: str, *, warn: bool = False) -> None:
+        # Figures in a note differ from save to save.
+        if any(note[:30] == text[:30] for note in self.notes):
+            return
+        self.notes.append(text)
+        if warn:
+            log.warning("%s", text)
 
-    def _free_name(self, step: int) -> Path:
-        path = self.folder / f"step-{step:08d}"
-        attempt = 1
-        while path.exists():
-            path = self.folder / f"step-{step:08d}.{attempt}"
-            attempt += 1
-        return path
+    def statistics(self) -> CheckpointStatistics:
+        """For the summary."""
+        return CheckpointStatistics(self.count, self.stall_s if self.count else None)
 
-    def _prune(self, newest: Path) -> None:
-        """Remove all but the newest few, and what earlier runs left half written."""
-        stored = list_checkpoints(self.folder)
-        step = next(item.step for item in stored if item.path == newest)
-        again = [item for item in stored if item.step == step and item.path != newest]
-        others = [item for item in stored if item not in again]
-        for old in (*again, *others[: -self._keep]):
-            # The manifest goes first: without it the data no longer count.
-            with contextlib.suppress(OSError):
-                (old.path / manifests.NAME).unlink(missing_ok=True)
-            shutil.rmtree(old.path, ignore_errors=True)
-        for left in self.folder.glob(".step-*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _write_share(draft: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
-    """Write one rank's file and say what is in it."""
-    if snapshot.problem is not None:
-        raise CheckpointError(snapshot.problem)
-    draft.mkdir(parents=True, exist_ok=True)
-    path = draft / shard_name(rank)
-    try:
-        file = write_shard(path, {name: piece.rows for name, piece in snapshot.pieces.items()})
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-    sync_folder(draft)
-    pieces = {
-        name: (type_name(piece.rows.dtype, name), piece.shape, piece.first_row, len(piece.rows) if piece.shape else 1)
-        for name, piece in snapshot.pieces.items()
-    }
-    return {
-        "bytes": file.size_bytes,
-        "sha256": file.sha256,
-        "pieces": pieces,
-        "shared": snapshot.shared,
-        "own": snapshot.own,
-    }
-
-
-def _wait_for_files(draft: Path, manifest: Manifest) -> None:
-    """Until rank 0 sees what the others wrote; removes what does not belong.
-
-    Raises:
-        CheckpointError: It does not.
-    """
-    for path in draft.iterdir():
-        if path.name not in manifest.files:
-            path.unlink()
-    deadline = time.monotonic() + _VISIBLE_S
-    for name, file in manifest.files.items():
-        while True:
-            try:
-                check_file(draft / name, file, content=False)
-                break
-            except CheckpointError as error:
-                if time.monotonic() > deadline:
-                    hint = "the run folder must be on storage that all machines share"
-                    raise CheckpointError(f"rank 0 does not find what the ranks wrote ({error}): {hint}") from None
-            time.sleep(0.1)
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    known = isinstance(error, (CheckpointError, TimeoutError))
-    return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def make_store(folder: Path, settings: CheckpointConfig, reports: RankReports) -> CheckpointStore:
-    """The store that a config asks for."""
-    return CheckpointStore(folder, keep=settings.keep, asynchronous=settings.mode == "async", reports=reports)
+    def all_notes(self) -> list[str]:
+        """What the summary must say about checkpoints."""
+        several = "" if self.failed < 2 else f" ({self.failed} could not be written)"
+        return [*self.notes, *([] if self.problem is None else [self.problem + several])]

@@ -9,12 +9,14 @@ from time import perf_counter, time
 
 import torch
 
-from frameworm.config.schema import EarlyStopConfig
+from frameworm.config.schema import CheckpointConfig, EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
 from frameworm.engine.bad_numbers import BadNumbers
 from frameworm.engine.capture import CapturedStep
 from frameworm.engine.evaluation import Evaluation
 from frameworm.engine.gate import Gate
+from frameworm.engine.progress import among_best
+from frameworm.engine.save_times import TimedSaves
 from frameworm.engine.spikes import SpikeWatch
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
@@ -33,6 +35,7 @@ class Limits:
     max_steps: int | None = None
     save_every: int | None = None
     early_stop: EarlyStopConfig | None = None
+    keep_best: CheckpointConfig | None = None
 
 
 class TrainingLoop:
@@ -48,7 +51,7 @@ class TrainingLoop:
         agreement: StopAgreement,
         state: TrainingState,
         limits: Limits,
-        save: Callable[[], None],
+        save: Callable[..., None],
         validate: Callable[[], Evaluation] | None,
         sum_over_ranks: Callable[[list[float]], list[float]],
         ranks: RankWatch | None = None,
@@ -56,6 +59,7 @@ class TrainingLoop:
         gate: Gate | None = None,
         bad_numbers: BadNumbers | None = None,
         spikes: SpikeWatch | None = None,
+        timed: TimedSaves | None = None,
     ) -> None:
         self._step = step
         self._source = source
@@ -73,6 +77,7 @@ class TrainingLoop:
         self._gate = gate
         self._bad_numbers = bad_numbers
         self._spikes = spikes
+        self._timed = timed
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -103,6 +108,10 @@ class TrainingLoop:
                 return reason
             self._end_epoch()
             self._state.forget_epoch_start()
+            best = self._limits.keep_best
+            if best is not None and among_best(progress.epochs, best.metric, best.keep_best):
+                self._look(self._spikes)
+                self._save(again=True)
         progress.finished = True
         return "completed"
 
@@ -116,7 +125,7 @@ class TrainingLoop:
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
         stop_before, before_step, gate = self._agreement.stop_before, self._before_step, self._gate
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
-        update, spikes = self._step.update, self._spikes
+        update, spikes, timed = self._step.update, self._spikes, self._timed
         group = update.optimizer.param_groups[0]
         length, copies = self._source.steps_per_epoch, self._source.copies
         if copies is not None:
@@ -134,6 +143,10 @@ class TrainingLoop:
                     return "completed"
                 self._start_clock()
                 fresh = True
+            if timed is not None and timed.due(number):
+                self._look(spikes)
+                self._save(self._drain)
+                mark(CHECKPOINT)
             last = progress.step_in_epoch + 1 == length or number == max_steps
             if last:
                 clock.divide()  # validation follows, and is a phase of its own
@@ -170,11 +183,9 @@ class TrainingLoop:
                 self._tell(ranks.after_step(number))
             saves = save_every is not None and number % save_every == 0
             if spikes is not None and (saves or spikes.due(number)):
-                self._drain()
-                spikes.look()  # before a save, so that no checkpoint holds what a spike has left
+                self._look(spikes)
             if saves:
-                self._drain()
-                self._save()
+                self._save(self._drain)
                 mark(CHECKPOINT)
         return None
 
@@ -193,6 +204,12 @@ class TrainingLoop:
         self._deliver(self._clock.drain())
         if self._ranks is not None:
             self._tell(self._ranks.flush())
+
+    def _look(self, spikes: SpikeWatch | None) -> None:
+        """Look for spikes before a save, so that no checkpoint holds what one has left."""
+        if spikes is not None:
+            self._drain()
+            spikes.look()
 
     def _tell(self, records: list[StepRecord]) -> None:
         for record in records:

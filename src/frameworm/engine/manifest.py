@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: which files belong to it, where each tensor lies in them, and all else as JSON.
 
 It is the last file to be written, and the first to be read. Whatever it says is checked before anything is done with
-it: it may name files of its own folder only, and the parts of a tensor must make up the whole.
+it: it may name files of its own folder only, and the parts of a tensor must make up the whole. Like all that the
+process that writes checkpoints needs, it imports no torch.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.engine.outline import merge
 from frameworm.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 NAME = "manifest.json"
-_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+CHUNK_BYTES = 16 * 2**20  # files have a checksum for every so many bytes: several processors can share the work
+_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors(?:\.zst)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -30,10 +31,51 @@ def shard_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file of tensors, by what must be found in its place."""
+    """A file of tensors, by what must be found in its place.
+
+    Attributes:
+        size_bytes: Its size.
+        sha256: A checksum for every chunk of it.
+        frames: Sizes of the chunks, each of them a zstd frame of `CHUNK_BYTES` raw bytes (the last: less); None for a
+            file that is not compressed, whose chunks are of `CHUNK_BYTES`.
+    """
 
     size_bytes: int
-    sha256: str
+    sha256: tuple[str, ...]
+    frames: tuple[int, ...] | None = None
+
+    @property
+    def name_suffix(self) -> str:
+        """What its name ends with."""
+        return "" if self.frames is None else ".zst"
+
+    def chunk_sizes(self) -> list[int]:
+        """Sizes of the chunks that have a checksum each."""
+        if self.frames is not None:
+            return list(self.frames)
+        return [min(CHUNK_BYTES, self.size_bytes - place) for place in range(0, self.size_bytes, CHUNK_BYTES)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        plain = {"bytes": self.size_bytes, "sha256": list(self.sha256)}
+        return plain if self.frames is None else {**plain, "frames": list(self.frames)}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> ShardFile:
+        """Read and check what `to_json` gave.
+
+        Raises:
+            ValueError: It is damaged; also TypeError and KeyError.
+        """
+        checksums = tuple(fields["sha256"])
+        if not all(_SHA256.fullmatch(item) for item in checksums):
+            raise ValueError(checksums)
+        frames = fields.get("frames")
+        found = cls(_count(fields["bytes"]), checksums, None if frames is None else tuple(map(_count, frames)))
+        sizes = found.chunk_sizes()
+        if len(sizes) != len(checksums) or sum(sizes) != found.size_bytes:
+            raise ValueError(fields)
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,7 +148,7 @@ class Manifest:
         content = {
             "format": FORMAT,
             "step": self.step,
-            "files": {name: {"bytes": file.size_bytes, "sha256": file.sha256} for name, file in self.files.items()},
+            "files": {name: file.to_json() for name, file in self.files.items()},
             "tensors": tensors,
             "shared": self.shared,
             "ranks": self.ranks,
@@ -145,9 +187,13 @@ def assemble(step: int, reports: Sequence[dict[str, Any]]) -> Manifest:
     found: dict[str, list[Part]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     shared: Any = {}
+    files = {}
     for rank, report in enumerate(reports):
+        file = ShardFile.from_json(report["file"])
+        file_name = shard_name(rank) + file.name_suffix
+        files[file_name] = file
         for name, (dtype, shape, first_row, rows) in report["pieces"].items():
-            found.setdefault(name, []).append(Part(shard_name(rank), first_row, rows))
+            found.setdefault(name, []).append(Part(file_name, first_row, rows))
             if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
                 raise CheckpointError(f"rank {rank} holds a {name} of another type or shape than the ranks before it")
         shared = merge(shared, merge(report["shared"]["replicated"], report["shared"]["owned"]))
@@ -160,8 +206,15 @@ def assemble(step: int, reports: Sequence[dict[str, Any]]) -> Manifest:
     missing = sorted({*_names(shared), *_names(ranks)} - set(tensors))
     if missing:
         raise CheckpointError(f"the ranks do not hold the same state: nobody wrote {missing[0]}")
-    files = {shard_name(rank): ShardFile(report["bytes"], report["sha256"]) for rank, report in enumerate(reports)}
     return Manifest(step, files, tensors, shared, ranks)
+
+
+def merge(first: Any, second: Any) -> Any:
+    """Two encoded states in one: dicts are joined, and of anything else the first counts."""
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return first
+    joined = {key: merge(part, second[key]) if key in second else part for key, part in first.items()}
+    return {**joined, **{key: part for key, part in second.items() if key not in first}}
 
 
 def _names(outline: Any) -> set[str]:
@@ -186,9 +239,10 @@ def _count(value: Any) -> int:
 def _file(name: str, fields: Any) -> ShardFile:
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(f"{NAME} names a file {name!r}, which is none of a checkpoint")
-    if not _SHA256.fullmatch(fields["sha256"]):
-        raise ValueError(fields["sha256"])
-    return ShardFile(_count(fields["bytes"]), fields["sha256"])
+    file = ShardFile.from_json(fields)
+    if name.endswith(".zst") != (file.frames is not None):
+        raise ValueError(name)
+    return file
 
 
 def _tensor(name: str, fields: Any, files: dict[str, ShardFile]) -> TensorEntry:

@@ -95,11 +95,3 @@ def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> An
         if isinstance(dtype, torch.dtype):
             return dtype
     raise ValueError(kind)
-
-
-def merge(first: Any, second: Any) -> Any:
-    """Two encoded states in one: dicts are joined, and of anything else the first counts."""
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return first
-    joined = {key: merge(part, second[key]) if key in second else part for key, part in first.items()}
-    return {**joined, **{key: part for key, part in second.items() if key not in first}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,3 +64,11 @@ class Progress:
         else:
             self.epochs_without_gain += 1
         return self.epochs_without_gain >= rule.patience
+
+
+def among_best(epochs: Sequence[EpochRecord], metric: str, count: int) -> bool:
+    """Whether the last epoch is one of the best so many by a figure; one without a figure is not."""
+    sign = -1.0 if metric == "val_accuracy" else 1.0
+    figures = [sign * value for item in epochs if (value := getattr(item, metric)) is not None and math.isfinite(value)]
+    last = getattr(epochs[-1], metric) if epochs else None
+    return last is not None and math.isfinite(last) and sum(item < sign * last for item in figures) < count

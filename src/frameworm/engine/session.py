@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from datetime import datetime, timezone
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from frameworm.engine.activations import apply_checkpointing
 from frameworm.engine.bad_numbers import make_bad_numbers
 from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
 from frameworm.engine.checkpoint import load_newest
-from frameworm.engine.checkpoint_store import make_store
+from frameworm.engine.checkpoint_settings import make_store
 from frameworm.engine.compilation import Compiler
 from frameworm.engine.evaluation import Evaluation, evaluate
 from frameworm.engine.half_weights import HalfWeights
@@ -28,6 +29,7 @@ from frameworm.engine.memory_guard import make_guard
 from frameworm.engine.out_of_memory import Explainer
 from frameworm.engine.precision import wants_channels_last
 from frameworm.engine.progress import Progress
+from frameworm.engine.save_times import make_timed_saves
 from frameworm.engine.spikes import make_spikes
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
@@ -142,7 +144,9 @@ class TrainingSession:
         self._windows.write_to(None if folder is None else folder.path)
         number = next(_session_numbers)
         reports = RankReports(shared_store(f"checkpoints{number}"), self._rank, self._world_size)
-        self._store = None if folder is None else make_store(folder.checkpoints, config.checkpoint, reports)
+        self._store = (
+            None if folder is None else make_store(folder.checkpoints, config.checkpoint, reports, job.strategy.device)
+        )
         self._saved_step: int | None = None
         self._request = StopRequest()
         store = shared_store(f"session{number}")
@@ -168,7 +172,9 @@ class TrainingSession:
                 training.max_steps,
                 config.checkpoint.every_steps if self._store is not None else None,
                 training.early_stop,
+                config.checkpoint if config.checkpoint.keep_best and self._store is not None else None,
             ),
+            timed=None if self._store is None else make_timed_saves(config.checkpoint, self._agreement),
             save=self._save,
             validate=None if job.validation is None else self._validate,
             sum_over_ranks=self._sum_over_ranks,
@@ -219,7 +225,7 @@ class TrainingSession:
                 with on_stream(self._stream):
                     self.record.stop_reason = reason = self._loop.run()
                     status = "preempted" if reason == "memory" else reason
-                    self._save()
+                    self._save(last=True)
                     if self._job.strategy.keeps_own_copy:
                         self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all
         except KeyboardInterrupt:
@@ -248,13 +254,12 @@ class TrainingSession:
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         return all_reduce_sums(values, self._job.strategy.device)
 
-    def _save(self) -> None:
+    def _save(self, settle: Callable[[], None] = lambda: None, *, again: bool = False, last: bool = False) -> None:
         step = self._state.progress.step
-        if self._store is None or step == self._saved_step:
+        if self._store is None or (step == self._saved_step and not again):
             return
         self._saved_step = step
-        self._output.flush_steps()
-        self._store.save(step, self._state.capture)
+        self._store.save(step, self._state.capture, settle, self._output.flush_steps, last=last)
         if self._rank == 0:
             self._events.on_checkpoint(str(self._store.folder / f"step-{step:08d}"), step)
 
@@ -290,7 +295,7 @@ class TrainingSession:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
         if self._store is not None:
             # Before the ranks meet: rank 0, whose store they all ask, does not leave while another still waits.
-            self._store.wait() if whole else self._store.abandon()
+            self._store.close() if whole else self._store.abandon()
         self.record.system = self._sampler.stop()
         aggregate = self._tally.aggregate
         workers = self._job.train.num_workers if aggregate.steps else None
@@ -305,9 +310,7 @@ class TrainingSession:
             gathered = gather_objects((own, skipped[0])) or [(own, skipped[0])]
             self.record.ranks, skipped = [item[0] for item in gathered], [item[1] for item in gathered]
             sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
-        checkpoint = CheckpointStatistics()
-        if self._store is not None:
-            checkpoint = CheckpointStatistics(self._store.count, self._store.stall_s if self._store.count else None)
+        store = self._store
         fill_record(
             self.record,
             status=status,
@@ -316,14 +319,13 @@ class TrainingSession:
             world_sums=sums,
             communicated_bytes=self._job.strategy.communicated_bytes(self._job.model),
             device=self._job.strategy.device,
-            checkpoint=checkpoint,
+            checkpoint=CheckpointStatistics() if store is None else store.statistics(),
             wall_s=perf_counter() - self._began,
             ranks=self._ranks,
         )
         self.record.communication.compression = self._job.strategy.describe_compression()
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
-        problem = None if self._store is None else self._store.problem
         self._notes += [*self._sampler.notes, *self._guard.notes, *self._agreement.details]
         self._notes += [] if self._halving is None else self._halving.notes
         self._notes += [] if self._spikes is None else self._spikes.notes
@@ -335,7 +337,8 @@ class TrainingSession:
             self.record.captured_steps = self._captured.captured_steps
             self._notes.append(self._captured.note)
         self._notes += self._windows.close()
-        self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, [problem])
+        saving = [] if store is None else store.all_notes()
+        self.record.notes = flatten_notes(self._notes, [self._clock.note], self._events.notes, writer_notes, saving)
         if self._rank == 0:
             self._output.write_gradients(self._gradients.result())
             judge_run(self.record, self._tally, self._job.config)

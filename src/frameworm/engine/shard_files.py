@@ -1,22 +1,20 @@
-"""The files of a checkpoint: safetensors, written with their checksum on the way, read by rows."""
+"""The files of a checkpoint, read by rows: safetensors, as they are or compressed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from frameworm.engine.compressed_files import CompressedShard
 from frameworm.engine.manifest import Manifest, ShardFile, TensorEntry
+from frameworm.engine.shard_writing import checksums_of
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import StoredTensor
-from frameworm.records.atomic import FILE_MODE
 
 _TYPES = {
     "F64": torch.float64,
@@ -37,7 +35,6 @@ _TYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-_CHUNK_BYTES = 16 * 2**20
 
 
 def type_name(dtype: torch.dtype, name: str) -> str:
@@ -49,51 +46,6 @@ def type_name(dtype: torch.dtype, name: str) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} is of type {dtype}, which a safetensors file cannot hold")
     return _NAMES[dtype]
-
-
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
-    """Write contiguous tensors of the host as a safetensors file, and wait until it is durable.
-
-    safetensors' own writer copies every tensor once more, and the file would have to be read again for its checksum.
-
-    Raises:
-        OSError: The disk refuses.
-        CheckpointError: A tensor's type has no place in such a file.
-    """
-    # The largest elements first, as safetensors has it: each tensor then begins at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        item = tensors[name]
-        header[name] = {
-            "dtype": type_name(item.dtype, name),
-            "shape": list(item.shape),
-            "data_offsets": [end, end + item.nbytes],
-        }
-        end += item.nbytes
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    checksum = hashlib.sha256()
-    size_bytes = 0
-    with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
-        for content in (len(head).to_bytes(8, "little"), head, *(_bytes_of(tensors[name]) for name in names)):
-            view = memoryview(content)
-            for place in range(0, len(view), _CHUNK_BYTES):
-                chunk = view[place : place + _CHUNK_BYTES]
-                checksum.update(chunk)
-                while chunk:  # a raw file may take less than it is given
-                    written = file.write(chunk)
-                    size_bytes += written
-                    chunk = chunk[written:]
-        os.fsync(file.fileno())
-    return ShardFile(size_bytes, checksum.hexdigest())
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def check_file(path: Path, expected: ShardFile, *, content: bool) -> None:
@@ -117,18 +69,14 @@ def check_file(path: Path, expected: ShardFile, *, content: bool) -> None:
                 raise CheckpointError(f"{shown} is no plain file")
             if status.st_size != expected.size_bytes:
                 raise CheckpointError(f"{shown} is truncated: {status.st_size} of {expected.size_bytes} bytes")
-            if content and _sha256(file) != expected.sha256:
+            if content and _checksums(file, expected) != list(expected.sha256):
                 raise CheckpointError(f"{shown} is corrupt: its content does not match its checksum")
     except OSError as error:
         raise CheckpointError(f"{shown} cannot be read: {error.strerror}") from None
 
 
-def _sha256(file: Any) -> str:
-    checksum = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    while count := file.readinto(buffer):
-        checksum.update(buffer[:count])
-    return checksum.hexdigest()
+def _checksums(file: Any, expected: ShardFile) -> list[str]:
+    return checksums_of(memoryview(os.read(file.fileno(), size)) for size in expected.chunk_sizes())
 
 
 class ShardReader:
@@ -158,7 +106,11 @@ class ShardReader:
         if file not in self._open:
             path = self._folder / file
             check_file(path, self._manifest.files[file], content=False)
-            self._open[file] = safe_open(path, framework="pt", device="cpu")
+            shard = self._manifest.files[file]
+            if shard.frames is None:
+                self._open[file] = safe_open(path, framework="pt", device="cpu")
+            else:
+                self._open[file] = CompressedShard(path, shard, _TYPES)
         found = self._open[file].get_slice(name)
         shape = [stored, *entry.shape[1:]] if entry.shape else []
         if found.get_shape() != shape or found.get_dtype() != entry.dtype:

@@ -6,22 +6,28 @@ ever copies or writes more than its share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from frameworm.engine.manifest import merge
 from frameworm.engine.outline import Path, encode
+from frameworm.engine.staging import Staging
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import HeldState, first_row, own_part
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a tensor, in host memory that nobody else uses."""
+    """Rows of a tensor, copied to a place in the staging memory."""
 
-    rows: torch.Tensor
+    dtype: torch.dtype
+    rows_shape: tuple[int, ...]
+    size_bytes: int
+    place: int
     first_row: int
     shape: tuple[int, ...]  # of the whole tensor
 
@@ -41,6 +47,10 @@ class Snapshot:
     shared: Any = None
     own: Any = None
     problem: str | None = None
+
+
+# What else is everybody's, and what else is this rank's.
+MoreState = tuple[dict[str, Any], dict[str, Any]]
 
 
 class _Collector:
@@ -67,30 +77,51 @@ class _Collector:
         return name
 
 
-def take_snapshot(held: HeldState, common: dict[str, Any], own: dict[str, Any], rank: int, world_size: int) -> Snapshot:
+def take_snapshot(
+    held: HeldState,
+    own: dict[str, Any],
+    staging: Staging,
+    rank: int,
+    world_size: int,
+    late: Callable[[], MoreState] = lambda: ({}, {}),
+) -> Snapshot:
     """A copy of this rank's share; nobody is asked, but all ranks must take theirs of the same state.
 
     Args:
         held: Model and optimizer.
-        common: What else is everybody's.
         own: What is this rank's.
+        staging: Where the copies go.
         rank: This rank.
         world_size: Number of ranks.
+        late: Gives the rest of the state. Called when all above has been copied, or will be before the next step can
+            change it: it may wait for the device.
     """
-    alike, alone, personal = _Collector(), _Collector(), _Collector(f"rank-{rank}/")
+    snapshot = Snapshot()
     try:
-        shared = encode({**held.replicated, **common}, alike.keep)
+        alike, alone, personal = _Collector(), _Collector(), _Collector(f"rank-{rank}/")
+        shared = encode(held.replicated, alike.keep)
         owned = encode(held.owned, alone.keep)
-        personal_outline = encode(own, personal.keep)
-    except CheckpointError as error:
-        return Snapshot(problem=str(error))
-    pieces = {name: _piece(tensor) for name, tensor in (*alone.tensors.items(), *personal.tensors.items())}
-    whole = {name: item.nbytes for name, item in alike.tensors.items() if not isinstance(item, DTensor)}
-    writers = spread(whole, world_size)
-    for name, tensor in alike.tensors.items():
-        if writers.get(name, rank) == rank:
-            pieces[name] = _piece(tensor)
-    return Snapshot(pieces, {"replicated": shared if rank == 0 else {}, "owned": owned}, personal_outline)
+        own_outline = encode(own, personal.keep)
+        whole = {name: item.nbytes for name, item in alike.tensors.items() if not isinstance(item, DTensor)}
+        writers = spread(whole, world_size)
+        mine = {name: item for name, item in alike.tensors.items() if writers.get(name, rank) == rank}
+        staging.begin()
+        snapshot.pieces = _copies({**mine, **alone.tensors, **personal.tensors}, staging)
+    except (CheckpointError, OSError) as error:
+        snapshot.problem = _problem(error)
+    more_common, more_own = late()  # also where there is nothing to write: it may be a meeting of all ranks
+    if snapshot.problem is not None:
+        return snapshot
+    try:
+        later_alike, later_own = _Collector(), _Collector(f"rank-{rank}/late/")
+        shared = merge(shared, encode(more_common, later_alike.keep))
+        own_outline = merge(own_outline, encode(more_own, later_own.keep))
+        snapshot.pieces |= _copies({**(later_alike.tensors if rank == 0 else {}), **later_own.tensors}, staging)
+    except (CheckpointError, OSError) as error:
+        return Snapshot(problem=_problem(error))
+    snapshot.shared = {"replicated": shared if rank == 0 else {}, "owned": owned}
+    snapshot.own = own_outline
+    return snapshot
 
 
 def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
@@ -103,7 +134,25 @@ def spread(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     return writers
 
 
-def _piece(tensor: torch.Tensor) -> Piece:
-    part = own_part(tensor).detach()
-    begin = first_row(tensor) if isinstance(tensor, DTensor) else 0
-    return Piece(torch.empty(part.shape, dtype=part.dtype).copy_(part), begin, tuple(tensor.shape))
+def _copies(tensors: dict[str, torch.Tensor], staging: Staging) -> dict[str, Piece]:
+    parts = {name: own_part(item).detach() for name, item in tensors.items()}
+    places = staging.copy(parts)
+    return {
+        name: Piece(
+            part.dtype,
+            tuple(part.shape),
+            part.nbytes,
+            places[name],
+            _first_row(tensors[name]),
+            tuple(tensors[name].shape),
+        )
+        for name, part in parts.items()
+    }
+
+
+def _first_row(tensor: torch.Tensor) -> int:
+    return first_row(tensor) if isinstance(tensor, DTensor) else 0
+
+
+def _problem(error: Exception) -> str:
+    return f"no memory for a copy of the state: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from frameworm.engine.precision import Precision
 from frameworm.engine.progress import Progress
 from frameworm.engine.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.schedule import AnySchedule
-from frameworm.engine.snapshot import Snapshot, take_snapshot
+from frameworm.engine.snapshot import MoreState, Snapshot, take_snapshot
+from frameworm.engine.staging import Staging
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import loaded
 from frameworm.parallel.strategy import Strategy
@@ -42,10 +44,33 @@ class TrainingState:
         """Call when an epoch is over."""
         self.epoch_random = None
 
-    def capture(self) -> Snapshot:
-        """A copy of this rank's share of the state. All ranks must call it."""
+    def capture(self, staging: Staging | None, settle: Callable[[], None] = lambda: None) -> Snapshot:
+        """A copy of this rank's share of the state. All ranks must call it.
+
+        Args:
+            staging: Where tensors are copied to; None: nowhere, but what ranks do together is done.
+            settle: Called when the tensors have been copied on the device that trains: waits for the steps before.
+        """
         copies = self._own_copies()
         self.strategy.sync_buffers(self.model)
+        if staging is None:
+            settle()
+            snapshot = Snapshot(problem="left out")
+        else:
+            held = self.strategy.held_state(self.model, self.optimizer)
+            own = {"strategy": self.strategy.rank_state(), **copies}
+
+            def late() -> MoreState:
+                settle()
+                return self._small_state()
+
+            snapshot = take_snapshot(held, own, staging, self.strategy.rank, self.strategy.world_size, late)
+        if copies:
+            self.model.load_state_dict(copies["model"])  # to save is not to meet
+        return snapshot
+
+    def _small_state(self) -> MoreState:
+        """What is everybody's and what is this rank's, beside large tensors; parts of it wait for the device."""
         common = {
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
@@ -56,14 +81,8 @@ class TrainingState:
             "epoch_random": self.epoch_random,
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
-            "strategy": self.strategy.rank_state(),
-            **copies,
         }
-        held = self.strategy.held_state(self.model, self.optimizer)
-        snapshot = take_snapshot(held, common, own, self.strategy.rank, self.strategy.world_size)
-        if copies:
-            self.model.load_state_dict(copies["model"])  # to save is not to meet
-        return snapshot
+        return common, own
 
     def _own_copies(self) -> dict[str, Any]:
         """Model and optimizer of this rank, where each has its own."""

@@ -47,6 +47,23 @@ class StopStore(Protocol):
         """Add to a counter and return it."""
 
 
+class _Part:
+    """A store under a prefix of its own."""
+
+    def __init__(self, store: StopStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def set(self, key: str, value: str, /) -> None:
+        self._store.set(f"{self._name}/{key}", value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._store.get(f"{self._name}/{key}")
+
+    def add(self, key: str, amount: int, /) -> int:
+        return self._store.add(f"{self._name}/{key}", amount)
+
+
 class StopRequest:
     """Turns SIGINT, SIGTERM and SIGUSR1 into a wish that the training loop asks for at step boundaries.
 
@@ -124,6 +141,16 @@ class StopAgreement:
         self._stop_step: int | None = None
         self._reason: StopReason | None = None
         self._details: list[str] = []
+
+    def for_another(self, request: StopRequest, name: str) -> StopAgreement:
+        """The same ranks, to agree on something else.
+
+        Args:
+            request: The wish of this rank.
+            name: Not given to any other.
+        """
+        store = None if self._store is None else _Part(self._store, name)
+        return StopAgreement(request, store, self._rank, self._world_size, self._lookahead, self._poll_interval_s)
 
     @property
     def details(self) -> list[str]:

@@ -158,7 +158,8 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether a durable checkpoint is here to go on from."""
-        return os.path.lexists(self.checkpoints / "latest")
+        # Not `latest`: whoever made the first one may have been killed right before that.
+        return any(self.checkpoints.glob("step-*/manifest.json"))
 
     def run_name(self) -> str | None:
         """Name of the run, from its config or else from the folder's own name."""
