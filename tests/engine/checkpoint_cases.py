@@ -55,10 +55,7 @@ def fill(folder: Path, steps: tuple[int, ...]) -> None:
 def save_on_two(folder: Path, step: int, shares: list[Capture], limit_s: float = 20.0) -> list[CheckpointStore]:
     """Two ranks save their shares at the same time."""
     store = HashStore()
-    ranks = [
-        make_store(folder, reports=RankReports(store, rank, 2, limit_s))
-        for rank in range(2)
-    ]
+    ranks = [make_store(folder, reports=RankReports(store, rank, 2, limit_s)) for rank in range(2)]
     threads = [threading.Thread(target=item.save, args=(step, own)) for item, own in zip(ranks, shares)]
     for thread in threads:
         thread.start()

@@ -13,8 +13,8 @@ from checkpoint_cases import fill, make_store, save_on_two, share, values
 from torch import nn
 
 from frameworm.engine import checkpoint_store as writing
-from frameworm.engine.checkpoint import check_same_model, list_checkpoints, load_newest
 from frameworm.engine import share_writing
+from frameworm.engine.checkpoint import check_same_model, list_checkpoints, load_newest
 from frameworm.engine.shard_writing import write_file
 from frameworm.engine.snapshot import spread
 from frameworm.errors import CheckpointError

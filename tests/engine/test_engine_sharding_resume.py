@@ -107,12 +107,13 @@ def _shares(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     read: list[int] = []
     capture, restore, read_rows = TrainingState.capture, TrainingState.restore, _FileTensor.read
 
-    def watched_capture(self: TrainingState) -> Any:
+    def watched_capture(self: TrainingState, staging: Any, settle: Any) -> Any:
+        settle()
         with CommDebugMode() as communication:
-            snapshot = capture(self)
+            snapshot = capture(self, staging)
         sent.append(dict(communication.get_comm_counts()))
         # What is a rank's own (random numbers) outweighs so small a model.
-        copied.append(sum(piece.rows.nbytes for name, piece in snapshot.pieces.items() if not name.startswith("rank-")))
+        copied.append(sum(piece.size_bytes for name, piece in snapshot.pieces.items() if not name.startswith("rank-")))
         return snapshot
 
     def watched_restore(self: TrainingState, *args: Any) -> Any:

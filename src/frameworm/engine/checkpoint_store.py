@@ -35,6 +35,7 @@ from frameworm.records.schema import CheckpointStatistics
 
 log = logging.getLogger("frameworm")
 PATIENCE_S = 60.0  # how long training waits for a checkpoint being written before it does without the next one
+_WORTH_SAYING_S = 1.0
 _END_S = 600.0  # and at the end of the run
 _ABANDON_S = 30.0
 _VISIBLE_S = 60.0
@@ -99,6 +100,7 @@ class CheckpointStore:
         self._changed = threading.Condition()
         self._rounds = 0
         self._stuck = False
+        self._waited_s = 0.0
         self._closed = False
 
     def save(
@@ -148,18 +150,21 @@ class CheckpointStore:
         if self._staging_free.acquire(blocking=False):
             self._stuck = False
             return True
-        self._note_once(
-            "storage takes longer to write a checkpoint than there is between two: training waits for it "
-            "(save more rarely, or set checkpoint.dir to faster storage)",
-            warn=True,
-        )
+        begin = perf_counter()
         # Once it has not come back in time, nobody waits again until it does.
         found = self._staging_free.acquire(blocking=not self._stuck, timeout=None if self._stuck else PATIENCE_S)
         self._stuck = not found
+        self._waited_s += perf_counter() - begin
+        if self._waited_s > _WORTH_SAYING_S:
+            self._note_once(
+                "storage takes longer to write a checkpoint than there is between two: training waits for it "
+                "(save more rarely, or set checkpoint.dir to faster storage)",
+                warn=True,
+            )
         return found
 
     def _skip(self, number: int, step: int) -> None:
-        problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:.0f} s"
+        problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:g} s"
         try:
             self._reports.report(number, json.dumps({"problem": problem}))
             if self._reports.rank == 0:
@@ -207,7 +212,7 @@ class CheckpointStore:
         done = self.wait(limit_s)
         self._closed = True
         if not done:
-            self._conclude(None, f"storage has not taken it for {limit_s:.0f} s")
+            self._conclude(None, f"storage has not taken it for {limit_s:g} s")
         self._jobs.put(None)
         self._writer.close()
         if done:

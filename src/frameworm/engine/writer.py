@@ -14,9 +14,15 @@ from frameworm.engine.share_writing import ShareWriter
 from frameworm.engine.writer_process import perform
 from frameworm.errors import CheckpointError
 
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from frameworm.engine.writer_process import main; main({memory}, {parent})"
-)
+# Signals first: what stops training must not end the writer, not even while it starts.
+_PROGRAM = """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = {path!r}
+from frameworm.engine.writer_process import main
+main({memory}, {parent})
+"""
 _END_S = 5.0
 
 
@@ -128,8 +134,8 @@ class ProcessWriter:
                 if "taken" in answer:
                     taken()
             return answer
-        except (OSError, ValueError) as error:
-            raise WriterGoneError(f"does not answer: {error}") from None
+        except (OSError, ValueError):
+            raise WriterGoneError(f"has ended ({self._exit_code()})") from None
 
     def _exit_code(self) -> str:
         assert self._process is not None

@@ -12,8 +12,6 @@ import mmap
 import os
 import queue
 import select
-import signal
-import sys
 import threading
 from typing import Any
 
@@ -32,8 +30,6 @@ def main(memory: int, parent: int) -> None:
         memory: Descriptor of the shared memory.
         parent: Whose orders they are.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what stops training is not meant for a write on its way
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     answers = os.dup(1)
@@ -92,7 +88,3 @@ def _answer(descriptor: int, content: dict[str, Any]) -> None:
     line = json.dumps(content).encode() + b"\n"
     while line:
         line = line[os.write(descriptor, line) :]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
