@@ -99,6 +99,7 @@ class CheckpointStore:
         self._outstanding = 0
         self._changed = threading.Condition()
         self._rounds = 0
+        self._freed = False
         self._stuck = False
         self._waited_s = 0.0
         self._closed = False
@@ -224,6 +225,7 @@ class CheckpointStore:
         """Write this rank's share; the ranks then agree on what came of it."""
         reports = self._reports
         draft = self.folder / f".step-{job.step:08d}.tmp"
+        self._freed = False
         try:
             try:
                 report = self._write_share(draft, job.snapshot)
@@ -237,46 +239,47 @@ class CheckpointStore:
                 problem = reports.verdict(job.number) or None
         except (TimeoutError, RuntimeError) as error:
             problem = in_words(error)
+        finally:
+            self._free()
         self._conclude(job.step, problem)
 
+    def _free(self) -> None:
+        """The memory of the copies may hold the next snapshot.
+
+        By then this one is durable or has failed, so that a crash costs no more than the checkpoint that is under way;
+        or it is on faster storage, and may take its time from there.
+        """
+        if not self._freed:
+            self._freed = True
+            self._staging_free.release()
+
     def _write_share(self, draft: Path, snapshot: Snapshot) -> dict[str, Any]:
-        """Have one rank's file written and say what is in it; the staging memory is free again when this returns."""
-        freed = False
-
-        def free() -> None:
-            nonlocal freed
-            if not freed:
-                freed = True
-                self._staging_free.release()
-
-        try:
-            if snapshot.problem is not None:
-                raise CheckpointError(snapshot.problem)
-            self._staging.finish()
-            if self._staging.waited_for_device:
-                self._note_once("no room on the device for a copy of the state: training waits while it is saved")
-            stored = {
-                name: Stored(
-                    type_name(piece.dtype, name),
-                    piece.dtype.itemsize,
-                    piece.rows_shape,
-                    piece.place,
-                    piece.size_bytes,
-                )
-                for name, piece in snapshot.pieces.items()
-            }
-            fast = None if self._fast is None else str(self._fast.resolve())
-            order = WriteOrder(
-                str(draft.resolve()),
-                self._reports.rank,
-                lay_out(stored),
-                self._staging.used_bytes,
-                self._compression,
-                fast,
+        """Have one rank's file written and say what is in it."""
+        if snapshot.problem is not None:
+            raise CheckpointError(snapshot.problem)
+        self._staging.finish()
+        if self._staging.waited_for_device:
+            self._note_once("no room on the device for a copy of the state: training waits while it is saved")
+        stored = {
+            name: Stored(
+                type_name(piece.dtype, name),
+                piece.dtype.itemsize,
+                piece.rows_shape,
+                piece.place,
+                piece.size_bytes,
             )
-            answer = self._writer.perform({"write": order.to_json()}, free, lambda: not freed)
-        finally:
-            free()
+            for name, piece in snapshot.pieces.items()
+        }
+        fast = None if self._fast is None else str(self._fast.resolve())
+        order = WriteOrder(
+            str(draft.resolve()),
+            self._reports.rank,
+            lay_out(stored),
+            self._staging.used_bytes,
+            self._compression,
+            fast,
+        )
+        answer = self._writer.perform({"write": order.to_json()}, self._free, lambda: not self._freed)
         for note in answer.get("notes", ()):
             self._note_once(note)
         if "problem" in answer:

@@ -64,7 +64,7 @@ class ShareWriter:
         Args:
             order: What and where.
             memory: What the layout refers to.
-            taken: Called when the memory is no longer needed.
+            taken: Called when the memory is no longer needed before the share is durable.
 
         Returns:
             The file, and what the user should know.
@@ -86,7 +86,6 @@ class ShareWriter:
         if file is None:
             with _removed_on_error(draft / name):
                 file = write_file(draft / name, parts, compress=compress)
-            taken()
         if compress is None:
             self._disk_bytes_per_s = file.size_bytes / max(1e-9, perf_counter() - begin)
         sync_folder(draft)

@@ -84,6 +84,7 @@ class ProcessWriter:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -112,6 +113,8 @@ class ProcessWriter:
         Raises:
             WriterGoneError: It is not there (any more).
         """
+        if self._closed:
+            raise WriterGoneError("has been ended")
         if self._process is None:
             self.start()
         assert self._process is not None
@@ -152,6 +155,7 @@ class ProcessWriter:
 
     def close(self) -> None:
         """End it; it has nothing to do, or will not get it done."""
+        self._closed = True
         process, self._process = self._process, None
         if process is None:
             return
