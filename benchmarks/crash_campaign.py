@@ -323,13 +323,21 @@ def draw_cases(kills: int, calls: dict[str, int], seed: int, share_async: float 
     return cases
 
 
-def campaign(kills: int, seed: int, share_async: float = 1.0, twice: float = 0.1, budget_s: float = 1e9) -> Tally:
-    """All cases."""
+Prepared = tuple[tuple[torch.Tensor, list[dict[str, Any]]], dict[str, int]]
+
+
+def prepare(modes: tuple[str, ...] = ("async",)) -> Prepared:
+    """Start the server; what a run that nobody kills gives, and how many calls to storage it makes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    expected = reference()
-    modes = ["async", "sync"] if share_async < 1 else ["async"]
-    calls = {mode: count_calls(mode) for mode in modes}
+    return reference(), {mode: count_calls(mode) for mode in modes}
+
+
+def campaign(
+    prepared: Prepared, kills: int, seed: int, share_async: float = 1.0, twice: float = 0.1, budget_s: float = 1e9
+) -> Tally:
+    """All cases."""
+    expected, calls = prepared
     tally, draw, begin = Tally(), random.Random(seed + 1), time.monotonic()
     for number, case in enumerate(draw_cases(2 * kills, calls, seed, share_async)):
         if tally.kills >= kills or time.monotonic() - begin > budget_s:
@@ -349,7 +357,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=3600.0, help="no new case after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    tally = campaign(given.kills, given.seed, budget_s=given.budget_s)
+    tally = campaign(prepare(), given.kills, given.seed, budget_s=given.budget_s)
     rows = [[name, str(count)] for name, count in sorted(tally.phases.items(), key=lambda item: -item[1])]
     print(table(["killed while", "times"], [*rows, ["all", str(tally.kills)]]))
     print(

@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import doctor, guard, observe, predict, report, scale, slurm, sweep, train, tune
+from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune
 from frameworm.errors import FramewormError
 from frameworm.records.atomic import forbid_world_writable
 
@@ -29,6 +29,7 @@ guard.register(app)
 report.register(app)
 doctor.register(app)
 slurm.register(app)
+export.register(app)
 
 
 def _version(wanted: bool) -> None:

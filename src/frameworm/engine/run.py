@@ -20,6 +20,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint import check_same_model, load_newest
 from frameworm.engine.evaluation import Evaluation, evaluate
+from frameworm.engine.export import Exported, export_compiled
 from frameworm.engine.gate import Gate
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.optimizers import build_optimizer
@@ -193,6 +194,40 @@ def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -
         )
 
 
+def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
+    """A run's config without what makes training fast: it is not needed to score, and may not be there."""
+    plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
+    config = load_config(folder.config, [*plain, *overrides])
+    check_trusted(config, folder, overrides)
+    config = config.model_copy(deep=True)
+    config.training.accumulation = "auto"
+    config.training.micro_batch = "auto"
+    return resolve_here(config, 1)
+
+
+def export_run_compiled(
+    path: str | Path,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    which: str = "latest",
+    metric: str = "val_loss",
+) -> Exported:
+    """`export.export_compiled` for a run of the command line, whose config says what the model and its data are.
+
+    Raises:
+        DataError: The workload has no data to take an example from.
+        ConfigError: Its config names code that the user has not.
+    """
+    config = _for_inference(RunFolder.open(path), overrides)
+    workload = build_workload(config)
+    data = workload.train_data if workload.val_data is None else workload.val_data
+    batch = next(iter(build_loader(config, workload, data, evaluation=True)), None)
+    if batch is None:
+        raise DataError(f"{path}: this workload has no data to take an example of its shapes from")
+    return export_compiled(path, out, workload, batch, which=which, metric=metric, device=config.gpu.device)
+
+
 def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, Evaluation]:
     """Score the newest checkpoint of a run on its validation data.
 
@@ -205,14 +240,7 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
         ConfigError: Its config names code that the user has not.
     """
     folder = RunFolder.open(path)
-    # What makes training fast is not needed to score, and may not be there.
-    plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
-    config = load_config(folder.config, [*plain, *overrides])
-    check_trusted(config, folder, overrides)
-    config = config.model_copy(deep=True)
-    config.training.accumulation = "auto"
-    config.training.micro_batch = "auto"
-    config = resolve_here(config, 1)
+    config = _for_inference(folder, overrides)
     workload = build_workload(config)
     if workload.val_data is None:
         raise DataError(f"{folder.path}: this workload has no validation data to score on")

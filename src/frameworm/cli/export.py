@@ -1,0 +1,60 @@
+"""`export`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Optional
+
+import typer
+
+from frameworm.errors import EnvironmentSetupError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("export")(export)
+
+
+def export(
+    run: Path = typer.Argument(..., help="Run folder."),
+    out: Path = typer.Option(..., "--out", help="The file to write: .safetensors, or .pt2 with --compiled."),
+    checkpoint: str = typer.Option("latest", help="Which one: latest, best, or the number of a step."),
+    metric: str = typer.Option("val_loss", help="What best means: val_loss, val_accuracy or train_loss."),
+    dtype: Optional[str] = typer.Option(  # noqa: UP045
+        None, help="Store floating-point weights as float32, bfloat16 or float16; unless given, as they were trained."
+    ),
+    compiled: bool = typer.Option(False, "--compiled", help="Compile the model ahead of time, for this device."),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="With --compiled: change a setting of the run's config."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
+) -> None:
+    """Write what a run has learnt, for inference.
+
+    Example: frameworm export runs/quickstart-20260101-120000 --out model.safetensors
+
+    Compiled: frameworm export runs/quickstart-20260101-120000 --compiled --out model.pt2
+    """
+    from frameworm.cli.train import log_to_screen
+    from frameworm.engine.export import TYPES, export_weights
+
+    log_to_screen(True)
+    if dtype is not None and dtype not in TYPES:
+        raise EnvironmentSetupError(f"--dtype takes {', '.join(TYPES)}, not {dtype}")
+    if metric not in ("val_loss", "val_accuracy", "train_loss"):
+        raise EnvironmentSetupError(f"--metric takes val_loss, val_accuracy or train_loss, not {metric}")
+    if compiled:
+        if dtype is not None:
+            raise EnvironmentSetupError("--dtype is for weights; a compiled model computes as it was trained")
+        from frameworm.engine.run import export_run_compiled
+
+        done = export_run_compiled(run, out, settings, which=checkpoint, metric=metric)
+    else:
+        done = export_weights(run, out, which=checkpoint, metric=metric, dtype=dtype)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(done)))
+        return
+    what = "compiled model" if done.compiled else f"{done.tensors} tensors"
+    print(f"{done.path}: {what} of step {done.step}, {done.parameters:,} numbers, {done.size_bytes / 2**20:.1f} MiB")

@@ -1,0 +1,190 @@
+"""What a run has learnt, for inference: its weights as one safetensors file, or a compiled model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from frameworm.data.prefetch import move_batch
+from frameworm.engine.checkpoint import StoredCheckpoint, check_same_model, list_checkpoints, load_newest
+from frameworm.engine.committing import figure_of
+from frameworm.engine.loss import TARGET_KEYS, LossFunction
+from frameworm.errors import CheckpointError, ModelError, RunFolderError
+from frameworm.hardware.devices import choose_device
+from frameworm.models.workloads import Workload
+from frameworm.parallel.shards import StoredTensor, loaded
+from frameworm.records.atomic import replacing
+from frameworm.records.store import RunFolder
+
+log = logging.getLogger("frameworm")
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: str
+    step: int
+    tensors: int
+    parameters: int
+    size_bytes: int
+    compiled: bool = False
+
+
+def choose_checkpoint(folder: RunFolder, which: str, metric: str = "val_loss") -> StoredCheckpoint:
+    """A checkpoint of a run.
+
+    Args:
+        folder: The run.
+        which: `latest`, `best` (by `metric`, of those saved at the end of an epoch), or the number of a step.
+        metric: The figure that `best` is about.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if which == "latest":
+        newest = load_newest(folder.checkpoints, log.warning)
+        if newest is None:
+            raise CheckpointError(f"{folder.path} has no checkpoint yet")
+        return newest[0]
+    stored = list_checkpoints(folder.checkpoints)
+    if which == "best":
+        figures = [(figure, item) for item in stored if (figure := figure_of(item.path, metric)) is not None]
+        if not figures:
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint from the end of an epoch with a {metric}: train with "
+                "checkpoint.keep_best=1, or export the latest"
+            )
+        figures.sort(key=lambda pair: pair[0], reverse=metric == "val_accuracy")
+        return figures[0][1]
+    if not which.isdecimal():
+        raise CheckpointError(f"--checkpoint takes latest, best or the number of a step, not {which}")
+    found = [item for item in stored if item.step == int(which)]
+    if not found:
+        steps = ", ".join(str(item.step) for item in stored) or "none"
+        raise CheckpointError(f"{folder.path} has no checkpoint of step {which}; there are: {steps}")
+    return found[-1]
+
+
+def export_weights(
+    run: str | Path, out: str | Path, *, which: str = "latest", metric: str = "val_loss", dtype: str | None = None
+) -> Exported:
+    """Write the weights and buffers of a run as one safetensors file, by their names in the model.
+
+    Args:
+        run: Run folder.
+        out: The file.
+        which: As for `choose_checkpoint`.
+        metric: As there.
+        dtype: Of floating-point tensors; None: as they were trained.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+        RunFolderError: There is no such run, or the file cannot be written.
+    """
+    target = _free(out)
+    folder = RunFolder.open(run)
+    stored = choose_checkpoint(folder, which, metric)
+    state = stored.read().shared["model"]
+    kind = None if dtype is None else TYPES[dtype]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, item in state.items():
+        if isinstance(item, StoredTensor):
+            tensor = item.read()  # tied weights become a copy each: whoever loads them ties them again
+            tensors[name] = tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
+    about = {"format": "pt", "step": str(stored.step), "run": folder.run_name() or ""}
+    content = save(tensors, about)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            file.write(content)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
+    return Exported(
+        str(target), stored.step, len(tensors), sum(item.numel() for item in tensors.values()), len(content)
+    )
+
+
+def export_compiled(
+    run: str | Path,
+    out: str | Path,
+    workload: Workload,
+    batch: Any,
+    *,
+    which: str = "latest",
+    metric: str = "val_loss",
+    device: str = "auto",
+) -> Exported:
+    """Compile the trained model ahead of time (torch.export, AOTInductor) into a package that runs without its code.
+
+    Args:
+        run: Run folder.
+        out: The package, which ends in .pt2.
+        workload: The model that the run's config describes, and its loss.
+        batch: A batch of its data: the shapes to compile for; sizes that can vary do.
+        which: As for `choose_checkpoint`.
+        metric: As there.
+        device: What it will run on.
+
+    Raises:
+        ModelError: The model cannot be exported or compiled here.
+        CheckpointError: There is no such checkpoint, or it is of another model.
+    """
+    target = _free(out)
+    if target.suffix != ".pt2":
+        raise RunFolderError(f"a compiled model is a .pt2 package: give --out {target.with_suffix('.pt2')}")
+    stored = choose_checkpoint(RunFolder.open(run), which, metric)
+    state = stored.read().shared["model"]
+    check_same_model(state, workload.model, str(stored.path))
+    workload.model.load_state_dict(loaded(state))
+    place = choose_device(device, 0, None)  # type: ignore[arg-type]
+    model = workload.model.to(place).eval()
+    arguments = _call_of(model, batch, workload, place)
+    dynamic = {
+        name: [torch.export.Dim.AUTO] * value.ndim if isinstance(value, torch.Tensor) else None
+        for name, value in arguments.items()
+    }
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model, (), arguments, dynamic_shapes=dynamic)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            torch._inductor.aoti_compile_and_package(program, package_path=str(target))
+    except Exception as error:  # torch has no common error for what it cannot do
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"torch {torch.__version__} cannot compile {type(model).__name__} ahead of time ({type(error).__name__}: "
+            f"{reason}); export the weights instead (without --compiled)"
+        ) from error
+    count = sum(item.numel() for item in model.parameters())
+    return Exported(str(target), stored.step, len(state), count, target.stat().st_size, compiled=True)
+
+
+def _free(out: str | Path) -> Path:
+    target = Path(out)
+    if target.exists():
+        raise RunFolderError(f"{target} exists; give another --out or remove it")
+    return target
+
+
+def _call_of(model: nn.Module, batch: Any, workload: Workload, device: torch.device) -> dict[str, Any]:
+    """The keywords that a batch becomes when the model is asked for its answer, not for its loss."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, positional, named: calls.append((positional, named)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            LossFunction(model, workload.loss_fn)(model, move_batch(batch, device))
+    finally:
+        handle.remove()
+    positional, named = calls[0]
+    bound = inspect.signature(model.forward).bind(*positional, **named)
+    return {name: value for name, value in bound.arguments.items() if name not in TARGET_KEYS and value is not None}
