@@ -437,7 +437,7 @@ def test_without_zstd_the_install_line_is_said(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setitem(sys.modules, name, None)
     store = make_store(tmp_path, compression="zstd")
     store.save(1, share(1))
-    assert "pip install zstandard" in str(store.problem)
+    assert "pip install 'frameworm[zstd]'" in str(store.problem)
     automatic = make_store(tmp_path, compression="auto")
     automatic.save(2, share(2))
     for each in (store, automatic):

@@ -160,7 +160,7 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
         "mode": facts.setting("checkpoint.mode"),
     }
     options: list[tuple[str, Any, str, str | None]] = [
-        ("checkpoint.mode", "async", "write beside training", "save a copy of the state from a thread")
+        ("checkpoint.mode", "async", "write beside training", "save a copy of the state from a process of its own")
     ]
     if every:
         rarer = _round_up(every * clamp(share.value) / SHARES["info"])
