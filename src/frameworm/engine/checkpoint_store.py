@@ -139,7 +139,9 @@ class CheckpointStore:
             self._skip(number, step)
         else:
             job = _Job(number, step, capture(self._staging, settled))
-            if self._writer.beside and not (last and self._thread is None):
+            if last and self._thread is None:
+                self._writer.stay_here()  # a process for this one alone would only take time to start
+            if self._writer.beside:
                 self._hand_over(job)
             else:
                 self.wait()

@@ -187,6 +187,11 @@ class Writer:
         self._say = say
         self._closed = False
 
+    def stay_here(self) -> None:
+        """Start no process, if none has been started."""
+        assert self.process_id is None
+        self._process = None
+
     @property
     def beside(self) -> bool:
         """Whether training need not wait."""

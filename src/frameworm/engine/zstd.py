@@ -30,7 +30,7 @@ def zstd_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], b
         package = importlib.import_module("zstandard")
     except ImportError:
         raise MissingPackageError(
-            "checkpoint.compression needs zstd, which is not installed: pip install 'frameworm[zstd]' (or zstandard), or set it to off"
+            "checkpoint.compression needs zstd, which is not installed: pip install 'frameworm[zstd]', or set it to off"
         ) from None
     own = threading.local()  # a compressor is for one thread at a time
 
