@@ -177,7 +177,8 @@ def test_export_writes_what_was_trained(tmp_path: Path) -> None:
         export_weights(tmp_path / "run", tmp_path / "x", which="best")
 
 
-def test_export_from_the_command_line(tmp_path: Path) -> None:
+def test_export_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frameworm.cli.train.log_to_screen", lambda leads: None)  # it would outlive this screen
     from typer.testing import CliRunner
 
     _train(tmp_path / "run")
