@@ -20,10 +20,12 @@ from workbench import classification, mlp, parameters
 
 from frameworm import Trainer
 from frameworm.cli.main import app
+from frameworm.config.schema import CheckpointConfig, Config
 from frameworm.engine.checkpoint import list_checkpoints
 from frameworm.engine.export import export_weights
 from frameworm.engine.progress import among_best
 from frameworm.engine.save_times import TimedSaves
+from frameworm.engine.settings import apply_settings
 from frameworm.errors import CheckpointError, RunFolderError, TrainingPreemptedError
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.models.workloads import load_weights
@@ -153,6 +155,11 @@ def test_a_run_that_saves_at_its_end_only_starts_no_process(tmp_path: Path, monk
     monkeypatch.setattr(ProcessWriter, "start", lambda self: pytest.fail("a process was started"))
     _train(tmp_path / "run", every_steps=None)
     assert _steps(tmp_path / "run") == [16]
+
+
+def test_compression_alone_is_that_of_gradients() -> None:
+    config = apply_settings(Config(), {"compression": "int8", "checkpoint": CheckpointConfig(compression="zstd")})
+    assert (config.parallel.compression, config.checkpoint.compression) == ("int8", "zstd")
 
 
 def test_export_writes_what_was_trained(tmp_path: Path) -> None:

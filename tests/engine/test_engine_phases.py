@@ -59,9 +59,9 @@ def _train(folder: Path, planted: str, monkeypatch: pytest.MonkeyPatch) -> list[
     steps = Steps()
     capture = TrainingState.capture
 
-    def slow_capture(self: TrainingState) -> Any:
+    def slow_capture(self: TrainingState, *how: Any) -> Any:
         time.sleep(wait_in("checkpoint"))
-        return capture(self)
+        return capture(self, *how)
 
     monkeypatch.setattr(TrainingState, "capture", slow_capture)
     trainer = Trainer(

@@ -29,8 +29,8 @@ def make_run(root: Path, folder: str, age: int, status: str | None, checkpoint: 
     if status is not None:
         run.write_summary(make_record(status, name))
     if checkpoint:
-        run.checkpoints.mkdir()
-        (run.checkpoints / "latest").write_text("step-1")
+        (run.checkpoints / "step-00000001").mkdir(parents=True)
+        (run.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
     os.utime(run.config, (1_000_000 - age, 1_000_000 - age))
     return run
 

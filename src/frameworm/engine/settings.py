@@ -36,7 +36,9 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
         ConfigError: A keyword is unknown (the nearest is named) or its value does not fit.
     """
     config = config.model_copy(deep=True)
-    places = {name: section for section in SECTIONS for name in type(getattr(config, section)).model_fields}
+    # A name that two sections have is the first one's: `compression` is of gradients, and that of checkpoints needs its
+    # section.
+    places = {name: section for section in reversed(SECTIONS) for name in type(getattr(config, section)).model_fields}
     for given, value in settings.items():
         name = OLDER_SPELLINGS.get(given, given)
         target: Section
