@@ -451,7 +451,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ag-news", type=names_among(AG_NEWS), default=list(AG_NEWS))
     parser.add_argument("--ag-news-rate", default=AG_NEWS_RATE)
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of steps per setting")
-    parser.add_argument("--probe", type=float, default=PROBE_S, help="seconds of a probe between two hosts; more take longer")
+    parser.add_argument(
+        "--probe", type=float, default=PROBE_S, help="seconds of a probe between two hosts; more take longer"
+    )
     parser.add_argument("--resume", action="store_true", help="go on where a run with the same --out was ended")
     parser.add_argument("--keep", action="store_true", help="keep what --resume needs, also after the end")
     parser.add_argument("--out", type=Path, default=RESULTS)

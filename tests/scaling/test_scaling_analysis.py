@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -189,6 +190,19 @@ def test_more_than_linear_is_doubted() -> None:
     (curve,) = analyse([_point(1, 100.0), _point(2, 30.0)]).curves
     assert curve.rows[1].limit is None
     assert any("more than linear" in note for note in curve.notes)
+
+
+def test_a_process_that_had_all_cores_leaves_none_for_a_second_one() -> None:
+    base = _stepped(1, 0.040, global_batch=64, cpus=2, threads=2)
+    point = _stepped(2, 0.042, 0.003, global_batch=64, cpus=2, threads=1)
+    analysis = analyse([base, point])
+    (finding,) = analysis.findings
+    assert "already computed on 2 cores" in finding.evidence["cause"]
+    losses = analysis.curves[0].rows[1].losses
+    assert losses is not None
+    assert losses.smaller_batch == 0.0
+    own = dataclasses.replace(point, threads=2)  # each with as many as the base: then it is the batch
+    assert "already computed" not in analyse([base, own]).findings[0].evidence["cause"]
 
 
 def test_processes_that_share_cores_are_not_promised_speed() -> None:

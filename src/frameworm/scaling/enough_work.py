@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.scaling.losses import ideal_share
+from frameworm.scaling.losses import ideal_share, share_of_threads
 from frameworm.scaling.points import Point
 
 SCALES = 0.7  # efficiency that is worth proposing a change for: "good"
 WORTH_TELLING = 0.5
+LEAST_SPEEDUP = 1.1  # over the base; less is no reason to use more devices
 LARGEST_FACTOR = 64
 HIDDEN_BEHIND = 2 / 3  # of compute: backward
 
@@ -38,6 +39,7 @@ class StepModel:
     growth: float  # of the world
     in_seconds: bool
     measured: bool  # synchronisation was seen, not inferred from the times of the steps
+    fewer_threads: bool = False  # a process has fewer than one of the base had: they divide the cores among them
 
     def efficiency(self, batch: float = 1.0, work: float = 1.0, volume: float = 1.0, hidden: float = 0.0) -> float:
         """Predicted for another configuration, against the same configuration at the base.
@@ -60,7 +62,7 @@ class StepModel:
     @property
     def shares_something(self) -> bool:
         """Computing a part of the batch took as long as the whole: the processes share cores or a device."""
-        return self.ideal < 1.0 and self.compute >= self.base_compute
+        return self.ideal < 1.0 and (self.fewer_threads or self.compute >= self.base_compute)
 
     def _compute(self, batch: float) -> float:
         """Compute of one device of the larger world at a multiple of its batch."""
@@ -118,8 +120,9 @@ def model_step(base: Point, point: Point, speedup: float) -> StepModel:
     inferred = max(rest - ideal * (unit - base_compute), 0.0)
     synchronisation = inferred if exposed is None else min(exposed, rest)
     return StepModel(
-        unit, base_compute, step, compute, synchronisation, ideal, growth, base_step is not None, exposed is not None
-    )
+        unit, base_compute, step, compute, synchronisation, ideal, growth, base_step is not None, exposed is not None,
+        share_of_threads(base, point) < 1.0,
+    )  # fmt: skip
 
 
 def _step_s(point: Point) -> float | None:
@@ -150,7 +153,8 @@ def suggest_change(base: Point, point: Point, speedup: float) -> Change | None:
         factor *= 2
     if best is None or best[0] < WORTH_TELLING:
         return None
-    return _batch_change(model, point, best[1])
+    change = _batch_change(model, point, best[1])
+    return change if change.speedup >= LEAST_SPEEDUP else None
 
 
 def _batch_change(model: StepModel, point: Point, factor: int) -> Change:

@@ -104,11 +104,19 @@ def _smaller_batch(base: Point, point: Point, ideal: float, step_s: float) -> fl
     """Launches, small matrices and the optimizer do not shrink with the batch.
 
     A smaller batch is never slower than the whole one: what compute takes beyond the base's has another cause, such as
-    processes that share cores, and stays in `other`.
+    processes that share cores, and stays in `other`. So does what a process on a CPU lacks in threads against the base.
     """
     now, before = point.mean("compute_s"), base.mean("compute_s")
     if now is None or before is None:
         return None
     if ideal >= 1.0:
         return 0.0
-    return (min(now, before) - ideal * before) / step_s
+    fair = min(ideal / share_of_threads(base, point), 1.0) * before
+    return max(min(now, before) - fair, 0.0) / step_s
+
+
+def share_of_threads(base: Point, point: Point) -> float:
+    """Threads of a process against one of the base: below 1 where processes on CPUs divide the cores among them."""
+    if not base.threads or not point.threads:
+        return 1.0
+    return min(point.threads / base.threads, 1.0)

@@ -6,7 +6,14 @@ import dataclasses
 from typing import Any
 
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
-from frameworm.scaling.enough_work import LARGEST_FACTOR, StepModel, describe_change, larger_model, model_step
+from frameworm.scaling.enough_work import (
+    LARGEST_FACTOR,
+    LEAST_SPEEDUP,
+    StepModel,
+    describe_change,
+    larger_model,
+    model_step,
+)
 from frameworm.scaling.enough_work import Change as Change
 from frameworm.scaling.enough_work import suggest_change as suggest_change
 from frameworm.scaling.losses import Losses
@@ -85,10 +92,16 @@ def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> di
     if losses.input is not None and _told(losses.input, losses):
         found.append((losses.input, {"input": f"batches come too late ({losses.input:.0%} of the step)"}))
     if model.shares_something and point.mean("compute_s") is not None:
-        text = (
-            f"computing a part of the batch takes longer ({_time(model, model.compute)}) than the whole did "
-            f"({_time(model, model.base_compute)}): the processes share {_shared(point)}"
-        )
+        if model.fewer_threads:
+            text = (
+                f"a process of the smaller world already computed on {base.threads} cores, each of these has "
+                f"{point.threads}: they share {_shared(point)}"
+            )
+        else:
+            text = (
+                f"computing a part of the batch takes longer ({_time(model, model.compute)}) than the whole did "
+                f"({_time(model, model.base_compute)}): the processes share {_shared(point)}"
+            )
         found.append((losses.other, {"shared_device": text}))
     if losses.communication is None or _told(losses.communication, losses) or _told(losses.smaller_batch, losses):
         lost = losses.total if losses.communication is None else losses.communication + (losses.smaller_batch or 0.0)
@@ -168,7 +181,7 @@ def _remedies(base: Point, point: Point, model: StepModel, change: Change | None
         settings["training.global_batch"] = _TWIN_BATCH * point.global_batch
         listed = ", ".join(f"{name} {value}" for name, value in settings.items())
         described = describe_change(model, point, settings, listed, batch=_TWIN_BATCH, work=work, volume=volume)
-        if described.speedup > 1:
+        if described.speedup >= LEAST_SPEEDUP:
             found.append(Remedy("model.d_model", settings["model.d_model"], described.text))
     found.append(Remedy("", None, f"train on {_devices(base.world_size)}: that was faster"))
     return found

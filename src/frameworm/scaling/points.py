@@ -73,6 +73,7 @@ class Point:
     strategy: str | None = None
     precision: str | None = None
     cpus: int | None = None  # of the machine, for runs on the CPU
+    threads: int | None = None  # that one process computes with, for runs on the CPU
 
     @property
     def device_batch(self) -> int | None:

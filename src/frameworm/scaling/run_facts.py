@@ -124,6 +124,7 @@ class RunFacts:
             strategy=record.strategy,
             precision=record.precision,
             cpus=(record.environment or {}).get("cpus_usable") if on_cpu else None,
+            threads=(record.environment or {}).get("torch_threads") if on_cpu else None,
         )
 
 
