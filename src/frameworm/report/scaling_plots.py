@@ -149,7 +149,7 @@ def _epoch_time(table: DatasetTable) -> Figure:
     bars.set_ylabel("time of an epoch (s)")
     bars.set_title("mean, 95% interval, each epoch")
     _draw_epochs(curves, table, lambda curve: curve.epoch_time_s)
-    curves.set_ylim(bottom=0)
+    curves.set_ylim(0, 1.08 * curves.dataLim.ymax)  # markers at the top are whole
     curves.set_ylabel("time (s)")
     title = "over the run"
     if table.warmup:
