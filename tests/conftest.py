@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,16 @@ from typing import Any
 
 import psutil
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def same_log_after_every_test() -> Iterator[None]:
+    """The command line, called within this process, sends the log to the screen only."""
+    log = logging.getLogger("frameworm")
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -317,7 +317,7 @@ def results(name: str) -> Any:
 
 @pytest.mark.parametrize(("case", "ratio"), known_gains.CAPTURE.values(), ids=lambda value: str(value))
 def test_capture_gains_are_those_of_the_files(case: str, ratio: known_gains.Ratio) -> None:
-    found = results(f"peers_gpu-{case}-nvidia-h200")[case]["contenders"]
+    found = results(f"peers_gpu-{case}-own-nvidia-h200")[case]["contenders"]
     plain, captured = (found[name]["rounds"] for name in ("own-plain", "own-captured"))
     ratios = [one["step_s"] / other["step_s"] for one, other in zip(plain, captured)]
     assert tuple(ratio) == pytest.approx((statistics.median(ratios), min(ratios), max(ratios)), abs=0.06)

@@ -58,10 +58,10 @@ def capture_gain(dataset: str, width: int | None) -> Gain:
             f"{least[1].value:g}x to {most[1].value:g}x on three text classifiers on an H200, with resident data: the "
             "shorter the step, the more; yours was not measured"
         )
-        return Gain(text, "measured", f"{RESULTS}/peers_gpu-*-nvidia-h200.json")
+        return Gain(text, "measured", f"{RESULTS}/peers_gpu-*-own-nvidia-h200.json")
     case, ratio = known
     text = f"{ratio.value:g}x ({ratio.low:g} to {ratio.high:g}) with resident data, a model of this size on an H200"
-    return Gain(text, "measured", f"{RESULTS}/peers_gpu-{case}-nvidia-h200.json", *ratio)
+    return Gain(text, "measured", f"{RESULTS}/peers_gpu-{case}-own-nvidia-h200.json", *ratio)
 
 
 def batching_gain(dataset: str, longest: int, batch: int, batching: str) -> Gain:

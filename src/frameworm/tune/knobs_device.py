@@ -137,6 +137,17 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         setup_s=60.0,
     ),
     Knob(
+        "combine_kernels",
+        ("gpu.combine_kernels",),
+        "Let the compiler put small kernels into one launch.",
+        lambda context: [True],
+        _compiled,
+        "rounding",
+        ("host_bound", "small_batch"),
+        expected_gain=0.03,
+        setup_s=15.0,
+    ),
+    Knob(
         "capture",
         ("gpu.capture",),
         "Replay the whole step as one CUDA graph: no launches are left.",
