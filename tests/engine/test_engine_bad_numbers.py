@@ -50,6 +50,31 @@ def test_a_bad_step_is_left_out_with_and_without_clipping(clip_norm: float | Non
     assert torch.equal(parameters(model), parameters(plain)), "as if the bad step had not been"
 
 
+class Sparse(nn.Module):
+    """Rows of an embedding that were used have gradients; word 3 has a bad one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(8, 4, sparse=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found = self.words(words)
+        large = torch.where(words == 3, 3e38, 0.0).unsqueeze(-1)
+        result: torch.Tensor = self.out(found + (found - found.detach()) * large * large)
+        return result
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    model, steps = Sparse(), Steps()
+    words = torch.tensor([0, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 2])
+    data = TensorDataset(words, torch.zeros(12, dtype=torch.long))
+    trainer(model, callbacks=[steps], max_bad_steps=3).train(loader(data))
+    assert [step.skipped for step in steps.records] == [False, True, False]
+    assert torch.isfinite(parameters(model)).all()
+
+
 def test_too_many_in_a_row_stop_the_training_and_say_where(tmp_path: Path) -> None:
     model = mlp()
     with pytest.raises(BadNumbersError) as caught:

@@ -164,7 +164,7 @@ class Update:
         """Judge the gradients themselves where no norm is needed: one pass over them that changes nothing."""
         device = gradients[0].device
         bad, one = torch.zeros((), device=device), torch.ones((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, bad, one)
+        torch._amp_foreach_non_finite_check_and_unscale_(_values(gradients), bad, one)
         if self._on_cpu and not self.look and bad:
             self.finite = _finite(gradients)
         return bad
@@ -188,7 +188,12 @@ class Update:
 
 
 def _finite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([item.isfinite().all() for item in gradients])
+    return torch.stack([item.isfinite().all() for item in _values(gradients)])
+
+
+def _values(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients; of sparse ones what they hold."""
+    return [item._values() if item.is_sparse else item for item in gradients]
 
 
 def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
