@@ -22,8 +22,11 @@ demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be
 	@echo
 	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 60s --out "$$(mktemp -d)/tune"
 
-test: $(STAMP)  ## the whole test suite, in parallel; what measures delays comes last, alone
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not timing" tests
+test: $(STAMP)  ## the whole test suite, in parallel, SLURM beside it; what measures delays comes last, alone
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; export OMP_NUM_THREADS=1; \
+	$(BIN)/python -m pytest -m "cluster and not timing" tests > "$$log" 2>&1 & cluster=$$!; \
+	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not timing and not cluster" tests || failed=1; \
+	wait $$cluster || failed=1; cat "$$log"; exit $$failed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timing tests
 
 lint: $(STAMP)  ## ruff, mypy (strict) and the rules of the house

@@ -23,7 +23,7 @@ from frameworm.launch.slurm import SlurmJob, batch_script
 from frameworm.launch.slurm_environment import contradictions
 from frameworm.launch.slurm_queue import JobState, parse_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REPOSITORY = Path(__file__).parents[2]
 # Steps that mostly sleep: long enough to be stopped half-way on any machine, and no work for a busy one.
