@@ -240,6 +240,28 @@ def _slice_of_ag_news(folder: Path, rows: int) -> Path:
     return folder
 
 
+SWEEP = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --output=sweep.out
+export MASTER_ADDR=127.0.0.1  # the names of the lab's hosts are known to SLURM only
+frameworm scale --config pauses.yaml --set training.epochs=3 --set gpu.device=cpu --world-sizes 1,2 \\
+    --nproc-per-node 1 --repeats 1 --out sweep
+"""
+
+
+def test_a_sweep_runs_on_the_hosts_of_its_allocation(cluster: Cluster) -> None:
+    job = cluster.submit(SWEEP)
+    end = cluster.ended(job, 200)
+    told = (cluster.folder / "sweep.out").read_text()
+    assert (end.state, end.exit_code) == ("COMPLETED", 0), told
+    sizes = {
+        _summary(path.parent)["batch"]["world_size"] for path in (cluster.folder / "sweep").glob("runs/*/summary.json")
+    }
+    assert sizes == {1, 2}
+    assert {path.name for path in (cluster.folder / "sweep").glob("*.*")} >= {
+        "scaling.json", "comprehensive_summary.csv", "summary_table.tex", "performance_report.txt", "report.html",
+    }  # fmt: skip
+
+
 def test_a_job_that_fails_gives_its_exit_code(cluster: Cluster) -> None:
     command = ["frameworm", "slurm", "--config", "configs/quickstart.yaml", "--nodes", "1", "--gpus-per-node", "0"]
     missing = ["--set", "data.dataset=ag_news", "--set", "data.root=nowhere"]
