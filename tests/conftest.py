@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,14 +24,20 @@ import psutil
 import pytest
 
 
+def pytest_configure() -> None:
+    """A shell that starts tests in the background has them, and all they start, ignore Ctrl-C; some tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
-def same_log_after_every_test() -> Iterator[None]:
-    """The command line, called within this process, sends the log to the screen only."""
+def untouched_log() -> None:
+    """The command line, called within this process, sends the log to the screen only, and may leave it so."""
+    logging.disable(logging.NOTSET)
     log = logging.getLogger("frameworm")
-    handlers, level, propagate = list(log.handlers), log.level, log.propagate
-    yield
-    log.handlers[:], log.propagate = handlers, propagate
-    log.setLevel(level)
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
+    log.propagate, log.disabled = True, False
 
 
 @pytest.fixture(autouse=True)
