@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -132,6 +133,18 @@ def test_the_tex_is_a_table_and_equals_the_csv(published: WrittenReport) -> None
         assert float(cell[5].split()[0]) == pytest.approx(float(line["speedup"]), abs=0.006)
         assert float(cell[6].split()[0]) == pytest.approx(float(line["efficiency"]), abs=0.0006)
         assert cell[8] == line["status"].replace("_", " ")
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+@pytest.mark.parametrize("packages", ["booktabs", "booktabs,graphicx"])
+def test_the_tex_compiles(published: WrittenReport, tmp_path: Path, packages: str) -> None:
+    head = rf"\documentclass[twocolumn]{{article}}\usepackage{{{packages}}}"
+    (tmp_path / "page.tex").write_text(head + r"\begin{document}\input{table}\end{document}")
+    (tmp_path / "table.tex").write_text(published.files[1].read_text())
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-1000:]
+    assert ("Overfull" in done.stdout) == (packages == "booktabs")
 
 
 def test_names_cannot_break_the_tex_or_the_csv(tmp_path: Path) -> None:

@@ -106,10 +106,14 @@ def render_tex(report: ScalingReport) -> str:
         r"% \usepackage{booktabs} in the preamble, then \input{summary_table} where the table shall stand.",
         r"\begin{table*}[t]",
         r"  \centering",
-        r"  \small",
+        r"  \scriptsize\setlength{\tabcolsep}{3pt}",
+        r"  % With graphicx loaded, a table that is wider than the page is made to fit.",
+        r"  \ifdefined\resizebox",
+        r"    \def\fitted#1{\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{#1}}",
+        r"  \else\def\fitted#1{#1}\fi",
         rf"  \caption{{{_tex(_caption(report))}}}",
         r"  \label{tab:scaling}",
-        r"  \begin{tabular}{@{}llrrrrrrl@{}}",
+        r"  \fitted{\begin{tabular}{@{}llrrrrrrl@{}}",
         r"    \toprule",
         f"    {' & '.join(TEX_COLUMNS)} \\\\",
         r"    \midrule",
@@ -120,7 +124,7 @@ def render_tex(report: ScalingReport) -> str:
             lines.append(r"    \midrule")
         lines.append(f"    {' & '.join(_tex_row(dataset, configuration, row))} \\\\")
         before = dataset
-    lines += [r"    \bottomrule", r"  \end{tabular}", r"\end{table*}", ""]
+    lines += [r"    \bottomrule", r"  \end{tabular}}", r"\end{table*}", ""]
     return "\n".join(lines)
 
 
