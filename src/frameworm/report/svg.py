@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 WIDTH = 480
 HEIGHT = 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 12, 12, 46
 _MOST_MARKS = 60
 
 Point = tuple[float, float | None]
