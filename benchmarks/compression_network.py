@@ -20,7 +20,6 @@ import argparse
 import gc
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ from harness import (
     verdict,
     write_results,
 )
-from lab import load_lab
+from lab import Ranks, load_lab
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -180,52 +179,12 @@ def _timed(step: Callable[[], None]) -> float:
     return float(took)
 
 
-class Ranks:
-    """The two processes, as the parent talks to them."""
-
-    def __init__(self, lab: Any, options: argparse.Namespace, folder: Path) -> None:
-        command = [sys.executable, __file__, "--worker"]
-        for name in ("width", "layers", "batch"):
-            command += [f"--{name}", str(getattr(options, name))]
-        port = lab.next_port()
-        self._logs = [(folder / f"rank{host}.log").open("w") for host in range(2)]
-        self._processes = [
-            lab.popen(
-                host,
-                command,
-                {"OMP_NUM_THREADS": "1"},
-                port,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._logs[host],
-                text=True,
-            )
-            for host in range(2)
-        ]
-
-    def ask(self, *task: Any) -> Any:
-        """Have both do a task; the first one's answer."""
-        for process in self._processes:
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-        answers = [process.stdout.readline() for process in self._processes]
-        if not all(answers):
-            logs = "\n".join(Path(log.name).read_text()[-2000:] for log in self._logs)
-            raise RuntimeError(f"a rank ended during {task}:\n{logs}")
-        return json.loads(answers[0])
-
-    def end(self) -> None:
-        """Let both come to their end."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.stdin.write('["end"]\n')
-                process.stdin.close()
-        for process, log in zip(self._processes, self._logs, strict=True):
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            log.close()
+def _command(options: argparse.Namespace) -> list[str]:
+    """What each of the two hosts runs."""
+    command = [sys.executable, __file__, "--worker"]
+    for name in ("width", "layers", "batch"):
+        command += [f"--{name}", str(getattr(options, name))]
+    return command
 
 
 def count_bytes(lab: Any, ranks: Ranks, names: Sequence[str], steps: int = 4) -> dict[str, int]:
@@ -304,7 +263,7 @@ def main() -> int:
     rates: dict[str, Any] = {}
     counted: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, lab_module.NetworkLab(hosts=2) as lab:
-        ranks = Ranks(lab, options, Path(folder))
+        ranks = Ranks(lab, _command(options), Path(folder))
         try:
             for name in names:
                 if name not in AUTOS:

@@ -26,7 +26,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -36,7 +35,7 @@ from typing import Any
 
 import torch
 from harness import RESULTS, names_among, table, tell_progress, write_results
-from lab import load_lab
+from lab import Ranks, load_lab
 from prediction_ranks import KINDS
 
 from frameworm.records.gradients import GradientTimes
@@ -51,6 +50,7 @@ from frameworm.scaling.traffic import Codec, Gradient
 
 RATES = ("100mbit", "300mbit", "1gbit", "unlimited")
 ROOT = Path(__file__).parents[1]
+RANK = Path(__file__).with_name("prediction_ranks.py")
 MEDIAN_GOAL, P90_GOAL, REGRET_GOAL, PUBLISHED_GOAL = 0.07, 0.15, 0.05, 0.15
 LIMIT_S, MOST_STEPS = 2.0, 6
 PROBE_S = 3.0
@@ -102,45 +102,6 @@ def cases(hosts: Iterable[int], rates: Sequence[str], kinds: Sequence[str]) -> l
         if count == 2 or kind.startswith("sleeping")
         for variant in VARIANTS[count, kind.partition("-")[2]]
     ]
-
-
-class Ranks:
-    """The processes on the hosts, as the parent talks to them."""
-
-    def __init__(self, lab: Any, folder: Path) -> None:
-        port = lab.next_port()
-        hosts = range(len(lab.hosts))
-        self._logs = [(folder / f"rank{host}.log").open("w") for host in hosts]
-        command = [sys.executable, str(Path(__file__).with_name("prediction_ranks.py"))]
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._processes = [
-            lab.popen(host, command, {"OMP_NUM_THREADS": "1"}, port, stderr=self._logs[host], **streams)
-            for host in hosts
-        ]
-
-    def ask(self, *task: Any) -> Any:
-        """Have all do a task; the first one's answer."""
-        for process in self._processes:
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-        answers = [process.stdout.readline() for process in self._processes]
-        if not all(answers):
-            logs = "\n".join(Path(log.name).read_text()[-2000:] for log in self._logs)
-            raise RuntimeError(f"a rank ended during {task}:\n{logs}")
-        return json.loads(answers[0])
-
-    def end(self) -> None:
-        """Let all come to their end."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.stdin.write('["end"]\n')
-                process.stdin.close()
-        for process, log in zip(self._processes, self._logs, strict=True):
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            log.close()
 
 
 def make_profile(found: dict[str, Any]) -> StepProfile:
@@ -219,7 +180,7 @@ def run_hosts(wanted: Sequence[Case], notebook: Notebook, options: argparse.Name
     profiles: dict[str, StepProfile] = {}
     codecs: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, load_lab().NetworkLab(hosts=hosts) as lab:
-        ranks = Ranks(lab, Path(folder))
+        ranks = Ranks(lab, [sys.executable, str(RANK)], Path(folder))
         try:
             for rate in dict.fromkeys(case.rate for case in wanted):
                 left = [case for case in wanted if case.rate == rate and case.key not in data["measured"]]

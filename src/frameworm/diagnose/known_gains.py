@@ -24,9 +24,9 @@ class Ratio(NamedTuple):
 # Whole-step capture with resident data against the same model without, eager bf16, padded, one H200: by data set and
 # width of the model.
 CAPTURE: dict[tuple[str, int], tuple[str, Ratio]] = {
-    ("ag_news", 128): ("ag_news", Ratio(20.5, 11.2, 32.3)),
-    ("ag_news", 256): ("ag_news_optimized", Ratio(5.6, 4.6, 7.7)),
-    ("imdb", 256): ("imdb", Ratio(2.1, 1.0, 2.3)),
+    ("ag_news", 128): ("peers_gpu-ag_news", Ratio(20.5, 11.2, 32.3)),
+    ("ag_news", 256): ("peers_gpu-ag_news_optimized-own", Ratio(5.6, 4.6, 7.7)),
+    ("imdb", 256): ("peers_gpu-imdb-own", Ratio(2.1, 1.0, 2.3)),
 }
 
 # Share of the computed tokens that is padding, and how many times as many tokens padded batches compute as packed and
@@ -58,10 +58,10 @@ def capture_gain(dataset: str, width: int | None) -> Gain:
             f"{least[1].value:g}x to {most[1].value:g}x on three text classifiers on an H200, with resident data: the "
             "shorter the step, the more; yours was not measured"
         )
-        return Gain(text, "measured", f"{RESULTS}/peers_gpu-*-own-nvidia-h200.json")
-    case, ratio = known
+        return Gain(text, "measured", f"{RESULTS}/peers_gpu-*-nvidia-h200.json")
+    file, ratio = known
     text = f"{ratio.value:g}x ({ratio.low:g} to {ratio.high:g}) with resident data, a model of this size on an H200"
-    return Gain(text, "measured", f"{RESULTS}/peers_gpu-{case}-own-nvidia-h200.json", *ratio)
+    return Gain(text, "measured", f"{RESULTS}/{file}-nvidia-h200.json", *ratio)
 
 
 def batching_gain(dataset: str, longest: int, batch: int, batching: str) -> Gain:

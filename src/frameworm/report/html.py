@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from frameworm.records.observations import SystemSample
@@ -18,6 +15,7 @@ from frameworm.records.schema import Finding, RunRecord
 from frameworm.records.series import SeriesPoint
 from frameworm.report import charts, charts_ranks, charts_system, tables
 from frameworm.report.network_text import communication_text
+from frameworm.report.page_templates import load_template
 
 _DOUBT = "inconclusive: "  # begins the notes that say why there is no verdict
 _GRADE_SIGNS = {"met": "✓", "missed": "✗"}
@@ -52,7 +50,7 @@ def render_html(
     bars = charts_ranks.rank_bars(record)
     overlap = charts_ranks.overlap(record)
     system = charts_system.system_charts(samples or {})
-    return _template().render(
+    return load_template("report.html.j2").render(
         title=tables.plain(record.name) or "run",
         subtitle=tables.title_parts(record)[1:],
         figures=_figures(record),
@@ -166,13 +164,3 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     if record.run_dir is not None:
         facts.append(("run folder", tables.plain(record.run_dir)))
     return facts
-
-
-@functools.cache
-def _template() -> Template:
-    folder = importlib.resources.files("frameworm.report").joinpath("templates")
-    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html.j2")

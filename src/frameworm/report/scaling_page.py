@@ -6,14 +6,12 @@ world sizes; both are plain HTML and CSS.
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 from dataclasses import dataclass
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from frameworm.report import charts_scaling, scaling_text
+from frameworm.report.page_templates import load_template
 from frameworm.report.scaling_table import LOSSES, Configuration, DatasetTable, ScalingReport
 from frameworm.report.tables import share
 
@@ -58,7 +56,7 @@ class DatasetView:
 
 def render_scaling_page(report: ScalingReport) -> str:
     """The whole page."""
-    return _template().render(
+    return load_template("scaling.html.j2").render(
         root=report.root,
         taken=scaling_text.taken_text(report),
         header=scaling_text.HEADER,
@@ -137,13 +135,3 @@ def _losses(table: DatasetTable) -> list[tuple[str, ...]]:
                 label += f", {item.label}" if len(table.configurations) > 1 else ""
                 rows.append((label, *(share(row.losses.get(name)) for name in LOSSES)))
     return rows
-
-
-@functools.cache
-def _template() -> Template:
-    folder = importlib.resources.files("frameworm.report").joinpath("templates")
-    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("scaling.html.j2")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from frameworm.report import charts, charts_tune, tables, tune_tables
+from frameworm.report.page_templates import load_template
 
 MOST_CURVES = 12
 _SIGNS = {True: ("✓", "met"), False: ("✗", "missed")}
@@ -49,7 +47,7 @@ def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
     # The known ones first, in their order; accepted ones are shown above.
     statuses = dict.fromkeys((*tune_tables.STATUSES, *(item.status for item in attempts)))
     del statuses["accepted"]
-    return _template().render(
+    return load_template("tune.html.j2").render(
         title=tune_tables.name_of(result),
         headline=tune_tables.headline(result),
         search=tune_tables.spent(result),
@@ -129,13 +127,3 @@ def _proof_view(label: str, proof: Mapping[str, Any]) -> ProofView:
         bool(chart) and any(value is not None and math.isfinite(value) for value in band),
         tuple(checks),
     )
-
-
-@functools.cache
-def _template() -> Template:
-    folder = importlib.resources.files("frameworm.report").joinpath("templates")
-    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("tune.html.j2")
