@@ -89,7 +89,8 @@ def train(case: Case, device: str, rank: int, world_size: int, backend: str, por
     micro_batch = config.training.micro_batch
     assert isinstance(micro_batch, int)
     torch.manual_seed(0)
-    batches = [filled(work.make_batch(micro_batch), 0, None)] * STEPS
+    # A list of batches is dealt out to the ranks.
+    batches = [filled(work.make_batch(micro_batch), 0, None)] * (STEPS * world_size)
     model = with_weights(work.model, device)
     optimizer = build_optimizer(model, config)
     found: dict[str, Any] = {}
