@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/batch_size.py --device cpu       # a small model under a limit, to see that it runs
 
 Each case is searched as `frameworm batch-size --free-global-batch` does, start of the server and planning included;
-then the true maximum is found by doubling from 1 and plain bisection to half a percent, with the same steps in the
-same kind of processes. Data is generated: text of random words for GPT, the built-in data set padded to full length for
+then the true maximum is found by growing strides away from that size until one fits and one does not, and plain
+bisection between them to half a percent, with the same steps in the same kind of processes. Data is generated: text of random words for GPT, the built-in data set padded to full length for
 texts.
 Goals: within 3% of the true maximum, at most 8 trials, at most 90 s without the imports of this script itself.
 """
@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from harness import RESULTS, table, tell_progress, write_results
+from harness import RESULTS, names_among, table, tell_progress, write_results
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
@@ -33,6 +34,7 @@ from frameworm.tune.family import free_port, run_family
 CONFIGS = Path(__file__).parents[1] / "configs"
 ERROR_GOAL, TRIALS_GOAL, SECONDS_GOAL = 0.03, 8, 90.0
 RESOLUTION = 0.005
+FIRST_STRIDE = 0.02
 DEADLINE_S = 120.0
 CPU_LIMIT_BYTES = 400 * 10**6
 GPT, TEXTS = "gpt2_124m.yaml", "ag_news_single_gpu_optimized.yaml"
@@ -73,12 +75,14 @@ def search(config: Config, most: int | None, limit_bytes: int | None) -> BatchSi
     return finder.run()
 
 
-def brute_force(config: Config, most: int | None, limit_bytes: int | None) -> tuple[int, int]:
-    """The true maximum by doubling and bisection, and the trials that took."""
+def brute_force(config: Config, begin: int, most: int | None, limit_bytes: int | None) -> tuple[int, int]:
+    """The true maximum by strides from `begin` and bisection, and the trials that took."""
     trials = 0
 
     def fits(size: int) -> bool:
         nonlocal trials
+        if most is not None and size > most:
+            return False
         trials += 1
         with tempfile.TemporaryDirectory() as folder:
             job = TrialJob(config, folder, (size,), steps=STEPS, limit_bytes=limit_bytes)
@@ -88,20 +92,26 @@ def brute_force(config: Config, most: int | None, limit_bytes: int | None) -> tu
             raise RuntimeError(f"micro-batch {size}: {verdict.message}")
         return verdict.outcome == "fits"
 
-    low, high = 0, 1
-    while (most is None or high <= most) and fits(high):
-        low, high = high, 2 * high
-    if most is not None and high > most:
-        high = most + 1
+    stride = max(1, round(FIRST_STRIDE * begin))
+    low, high = 0, begin
+    if fits(begin):
+        low, high = begin, begin + stride
+        while fits(high):
+            stride *= 2
+            low, high = high, high + stride
+    else:
+        while low == 0 and high > 1:
+            below = max(1, high - stride)
+            low, high = (below, high) if fits(below) else (0, below)
+            stride *= 2
     while high - low > max(1, RESOLUTION * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low, trials
 
 
-def run(names: list[str], device: str) -> list[dict[str, Any]]:
+def run(names: list[str], device: str) -> Iterator[dict[str, Any]]:
     """Search and brute force for each case."""
-    rows = []
     most, limit_bytes = (None, None) if device == "cuda" else (512, CPU_LIMIT_BYTES)
     with tempfile.TemporaryDirectory() as text:
         write_text(Path(text))
@@ -112,22 +122,19 @@ def run(names: list[str], device: str) -> list[dict[str, Any]]:
             report = search(config, most, limit_bytes)
             seconds = perf_counter() - began
             tell_progress(f"{name}: {report.largest} in {seconds:.0f} s")
-            truth, brute_trials = brute_force(config, most, limit_bytes)
-            rows.append(
-                {
-                    "name": name,
-                    "planned": report.guess,
-                    "found": report.largest,
-                    "verified": report.verified,
-                    "truth": truth,
-                    "error": None if report.largest is None else 1 - report.largest / truth,
-                    "trials": report.search_trials,
-                    "seconds": seconds,
-                    "brute_force_trials": brute_trials,
-                    "report": report.to_dict(),
-                }
-            )
-    return rows
+            truth, brute_trials = brute_force(config, report.largest or 1, most, limit_bytes)
+            yield {
+                "name": name,
+                "planned": report.guess,
+                "found": report.largest,
+                "verified": report.verified,
+                "truth": truth,
+                "error": 1 - report.largest / truth if report.largest and truth else None,
+                "trials": report.search_trials,
+                "seconds": seconds,
+                "brute_force_trials": brute_trials,
+                "report": report.to_dict(),
+            }
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -153,18 +160,20 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", help="cases whose name holds these words")
+    parser.add_argument("--cases", type=names_among([*CASES, *SMALL]), help="some of them, comma between")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; --device cpu runs a small case")
-    names = [name for name in (CASES if arguments.device == "cuda" else SMALL) if (arguments.only or "") in name]
-    rows = run(names, arguments.device)
-    show(rows)
+    names = arguments.cases or list(CASES if arguments.device == "cuda" else SMALL)
     goals = {"error": ERROR_GOAL, "trials": TRIALS_GOAL, "seconds": SECONDS_GOAL}
     settings = {"steps": STEPS, "deadline_s": DEADLINE_S, "resolution": RESOLUTION, "goals": goals}
-    path = write_results("batch_size", torch.device(arguments.device), settings, {"cases": rows}, arguments.out)
-    print(f"written to {path}")
+    rows: list[dict[str, Any]] = []
+    for row in run(names, arguments.device):
+        rows.append(row)
+        show(rows)
+        path = write_results("batch_size", torch.device(arguments.device), settings, {"cases": rows}, arguments.out)
+        print(f"written to {path}", flush=True)
 
 
 if __name__ == "__main__":

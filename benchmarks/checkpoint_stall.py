@@ -16,7 +16,8 @@ Lost time is the sum of (step - median step) over a block, as a share of the blo
 between two events at the ends of steps. `blocked` is the time in which the host could do nothing else, per save;
 frameworm's wait for the step itself is not in it, since that work has to be done anyway (it is in the lost time, if
 it costs any). `resume` is the time from a checkpoint on disk to the end of the first step after it, with model and
-optimizer at hand. The final loss of all contenders must be the same.
+optimizer at hand. The final loss of all contenders must be the same; on a GPU, whose sums differ from run to run,
+no further from those without saving than twice the range that these have among themselves.
 """
 
 from __future__ import annotations
@@ -168,10 +169,10 @@ class Distributed(Saver):
         super().__init__(work, folder)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        pinned = work.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, pinned, False, pinned))
+        # The one whose pinned buffers live on: DefaultStager can be used once only (torch 2.11 to 2.13).
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=work.device.type == "cuda")
         self._running: Any = None
 
     def save(self, step: int) -> None:
@@ -349,6 +350,7 @@ def main() -> int:
             "blocked_s": {"median": statistics.median(blocked), "max": max(blocked)} if blocked else None,
             "finish_s": statistics.median(block.finish_s for block in item.blocks),
             "loss": item.blocks[-1].loss,
+            "losses": [block.loss for block in item.blocks],
         }
         rows.append(
             [
@@ -377,8 +379,14 @@ def main() -> int:
     }
     path = write_results("checkpoint_stall", device, settings, {"contenders": results, "resume": resume}, given.out)
     print(f"written: {path}")
-    losses = {item["loss"] for item in results.values() if "loss" in item}
-    return 0 if len(losses) <= 1 else 1
+    return 0 if same_losses({name: item["losses"] for name, item in results.items() if "losses" in item}) else 1
+
+
+def same_losses(losses: dict[str, list[float]]) -> bool:
+    """Whether saving changed nothing in what was learnt."""
+    plain = losses.get("none") or next(iter(losses.values()), [0.0])
+    slack = 2 * (max(plain) - min(plain))
+    return all(min(plain) - slack <= loss <= max(plain) + slack for some in losses.values() for loss in some)
 
 
 if __name__ == "__main__":

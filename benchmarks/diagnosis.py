@@ -241,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = chosen.cases or list(CASES)
     skipped = {name: why for name in names if (why := why_not(CASES[name])) is not None}
+    folder = chosen.out or (RESULTS if chosen.cases is None else None)
     outcomes: dict[str, list[dict[str, Any]]] = {}
     for number in range(chosen.repeat):
         for name in names:
@@ -251,25 +252,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell_progress(f"{number + 1}/{chosen.repeat} {name}: {outcome['verdict']} {outcome.get('problem', '')}")
             if outcome["verdict"] == FAILED:
                 tell_progress("\n".join(outcome["log"]))
+            if chosen.out is not None:  # what was found so far, should time run out
+                write(chosen.out, chosen.repeat, outcomes, skipped)
     summary = summarise(outcomes)
     print(draw(outcomes, summary, skipped))
-    folder = chosen.out or (RESULTS if chosen.cases is None else None)
     if folder is not None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        cases = {
-            name: {
-                "expected": CASES[name].expected,
-                "about": CASES[name].about,
-                "runs": [_short(item) for item in runs],
-            }
-            for name, runs in outcomes.items()
-        }
-        settings = {"repeat": chosen.repeat, "goal": GOAL}
-        path = write_results(
-            "diagnosis", device, settings, {"summary": summary, "cases": cases, "skipped": skipped}, folder
-        )
-        print(f"written: {path}")
+        print(f"written: {write(folder, chosen.repeat, outcomes, skipped)}")
     return 0 if summary["accuracy"] is None or _reached(summary) else 1
+
+
+def write(folder: Path, repeat: int, outcomes: dict[str, list[dict[str, Any]]], skipped: dict[str, str]) -> Path:
+    """The results file of what has been run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = {
+        name: {
+            "expected": CASES[name].expected,
+            "about": CASES[name].about,
+            "runs": [_short(item) for item in runs],
+        }
+        for name, runs in outcomes.items()
+    }
+    results = {"summary": summarise(outcomes), "cases": cases, "skipped": skipped}
+    return write_results("diagnosis", device, {"repeat": repeat, "goal": GOAL}, results, folder)
 
 
 def _reached(summary: dict[str, Any]) -> bool:
@@ -284,7 +288,8 @@ def _short(outcome: dict[str, Any]) -> dict[str, Any]:
     ]
     phases = {name: phase["share"] for name, phase in (outcome.get("phases") or {}).items()}
     kept = {key: outcome[key] for key in ("verdict", "steps", "wall_s", "notes", "problem") if key in outcome}
-    return {**kept, "phases": phases, "findings": findings}
+    busy = (outcome.get("system") or {}).get("gpu_busy")
+    return {**kept, "phases": phases, "findings": findings, **({"gpu_busy": busy} if busy else {})}
 
 
 if __name__ == "__main__":

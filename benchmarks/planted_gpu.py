@@ -38,17 +38,18 @@ def pageable_copies(folder: Path, rank: int) -> RunRecord:
     return fit(nn.Linear(4_096, 4), [batch] * 300, folder, device="cuda", mixed_precision="bf16", trace="window")
 
 
-@planted("item_every_step", "sync_stall", "the loss is read in the middle of every step", needs="cuda")
+@planted("item_every_step", "sync_stall", "figures of every layer's output are read as they come", needs="cuda")
 def item_every_step(folder: Path, rank: int) -> RunRecord:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         value = batch[0]
         for part in model:  # type: ignore[attr-defined]
             value = part(value)
-            value.sum().item()
+            for figure in (value.mean(), value.std(), value.amin(), value.amax()):
+                figure.item()
         return nn.functional.cross_entropy(value, batch[1])
 
     return fit(
-        layers(2_048, 30), prepared(8_192, 2_048, 300), folder, device="cuda", mixed_precision="bf16", trace="window",
+        layers(2_048, 30), prepared(12_288, 2_048, 200), folder, device="cuda", mixed_precision="bf16", trace="window",
         loss_fn=loss_fn,
     )  # fmt: skip
 
@@ -60,12 +61,12 @@ def tiny_kernels(folder: Path, rank: int) -> RunRecord:
 
 @planted("tiny_batch_gpu", "small_batch", "batches of 4", needs="cuda")
 def tiny_batch_gpu(folder: Path, rank: int) -> RunRecord:
-    return fit(layers(2_048, 20), prepared(4, 2_048, 1_000), folder, device="cuda", mixed_precision="bf16")
+    return fit(layers(2_048, 20), prepared(4, 2_048, 2_500), folder, device="cuda", mixed_precision="bf16")
 
 
 @planted("fp32_matrix_products", "precision_unused", "large products in fp32, without tensor cores", needs="cuda")
 def fp32_matrix_products(folder: Path, rank: int) -> RunRecord:
-    return fit(layers(8_192, 8), prepared(8_192, 8_192, 40), folder, device="cuda", mixed_precision="off", tf32=False)
+    return fit(layers(8_192, 8), prepared(8_192, 8_192, 30), device="cuda", mixed_precision="off", tf32=False)
 
 
 @planted("memory_near_full", "memory_pressure", "96% of the memory the process may use", needs="cuda")
@@ -84,11 +85,11 @@ def memory_near_full(folder: Path, rank: int) -> RunRecord:
 def throttled_clock(folder: Path, rank: int) -> RunRecord:
     subprocess.run(["nvidia-smi", "-lgc", "345,345"], check=True, capture_output=True)
     try:
-        return fit(layers(4_096, 16), prepared(8_192, 4_096, 80), folder, device="cuda", mixed_precision="bf16")
+        return fit(layers(4_096, 16), prepared(8_192, 4_096, 80), device="cuda", mixed_precision="bf16")
     finally:
         subprocess.run(["nvidia-smi", "-rgc"], check=False, capture_output=True)
 
 
 @planted("healthy_gpu", HEALTHY, "large products in bf16, data on the device", needs="cuda")
 def healthy_gpu(folder: Path, rank: int) -> RunRecord:
-    return fit(layers(8_192, 8), prepared(8_192, 8_192, 200), folder, device="cuda", mixed_precision="bf16")
+    return fit(layers(8_192, 8), prepared(8_192, 8_192, 200), device="cuda", mixed_precision="bf16")

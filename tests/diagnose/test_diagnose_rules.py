@@ -450,6 +450,13 @@ def test_a_host_that_waits_for_the_device_is_not_slow() -> None:
     assert finding_of(judgement, "host_bound") is None
 
 
+def test_a_small_batch_shows_however_badly_the_idle_time_is_known() -> None:
+    """Six samples of 0% to 65%: what is not idle is computed in tiles that are nearly empty, so it hardly matters."""
+    found = judged(device=GPU, system=dataclasses.replace(gpu_system(0.2, std=0.3), samples=6), **FEW_ROWS)
+    assert found.verdict == "small_batch"
+    assert found.findings[0].share > 0.5
+
+
 def test_a_power_limit_under_load_is_no_fault() -> None:
     system = gpu_system(throttled_share=0.9, gpu_clock_share=around(0.8, 0.02), throttle_reasons=["power cap"])
     finding = finding_of(judged(device=GPU, system=system), "throttled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -295,8 +296,36 @@ def test_a_short_run_has_two_looks_and_can_be_watched_again() -> None:
     assert sampler.stop() == summary
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_looks_before_the_first_and_after_the_last_step_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Compiling and a last checkpoint take longer than many a run: the GPU's idle time in them is not the steps'."""
+    done = [7]  # of the run that is resumed
+
+    class Gpu(FakeGpu):
+        def read(self) -> GpuState:
+            amid = ended and 20 <= self.looks < 40
+            if amid or (ended and self.looks == 40):
+                done[0] += 1
+            return dataclasses.replace(super().read(), busy=0.9 if amid else 0.0)
+
+    gpu = Gpu()
+    monkeypatch.setattr(system, "open_gpu", lambda device: gpu)
+    monkeypatch.setattr(system, "MOST_COST_SHARE", 1.0)
+    with SystemSampler("cuda", interval_s=0.002, whole_machine=False, steps_done=lambda: done[0]) as sampler:
+        wait_until(lambda: gpu.looks >= 60)
+    summary = sampler.summary()
+    assert summary is not None
+    assert summary.gpu_busy is not None
+    if ended:
+        assert (summary.gpu_busy.min, summary.samples) == (0.9, 20)
+    else:
+        assert (summary.gpu_busy.max, summary.samples) == (0.0, gpu.looks), "all are better than none"
+
+
 def test_off_is_a_stand_in() -> None:
-    sampler = make_sampler(None, torch.device("cpu"), None, whole_machine=True)
+    sampler = make_sampler(None, torch.device("cpu"), None, whole_machine=True, steps_done=lambda: 0)
     assert isinstance(sampler, NoSampler)
     sampler.start()
     assert sampler.stop() is None

@@ -110,6 +110,18 @@ def test_a_short_synchronisation_explains_no_long_wait(tmp_path: Path) -> None:
     assert waits(read(tmp_path, trace)) == {"synchronisation": 40.0, "host": 460.0}
 
 
+def test_what_was_lost_in_a_wait_is_missing_in_every_gap_until_it_is_made_up(tmp_path: Path) -> None:
+    """100 us lost at first: gaps of 40, 40 and 40 us later are 100 us of it and 20 us of a host that is slow anyway."""
+    trace = Trace()
+    trace.step(0, 0, 1000)
+    trace.launch("gemm", 0, 0, 150)
+    trace.call("cudaStreamSynchronize", 50, 150)
+    for start in (190, 330, 470):
+        trace.launch("gemm", start, start, start + 100)
+    trace.launch("gemm", 480, 570, 1000)
+    assert waits(read(tmp_path, trace)) == {"synchronisation": 100.0, "host": 20.0}
+
+
 def test_a_copy_that_comes_back_when_it_is_over_has_waited(tmp_path: Path) -> None:
     trace = Trace()
     trace.step(0, 0, 1000)

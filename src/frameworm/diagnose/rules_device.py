@@ -92,13 +92,9 @@ def small_batch(facts: Facts) -> Finding | None:
     """The micro-batch is too small to fill the device, and memory for a larger one is there."""
     if not is_small_batch(facts):
         return None
-    compute = facts.compute
     assert facts.rows is not None
-    empty = 1.0 - facts.rows / ROWS_OF_A_TILE
-    share = compute.scaled(empty) if compute is not None else None
-    idle = host_cost(facts)
-    if idle is not None and idle.value > 0:
-        share = idle if share is None else share.plus(idle)
+    filled = facts.rows / ROWS_OF_A_TILE
+    share = _empty_share(facts, filled)
     micro = known(facts.record.batch.micro)
     larger = None if not micro else int(micro * max(2, ROWS_OF_A_TILE // facts.rows))
     evidence = _device_evidence(facts) | {
@@ -116,6 +112,19 @@ def small_batch(facts: Facts) -> Finding | None:
         ("gpu.capture", "auto", "replay the step as one CUDA graph", None),
     )
     return costed("small_batch", facts, share, evidence, remedies)
+
+
+def _empty_share(facts: Facts, filled: float) -> Estimate | None:
+    """What the GPU idles, and of what it computes the part of each tile that is empty.
+
+    The more of a step is idle the less of it is computed: what is not known of the one takes away from the other, so
+    the idle time counts once, with the part by which both differ.
+    """
+    forward, backward, idle = facts.phases.get("forward"), facts.phases.get("backward"), facts.idle
+    if forward is None or backward is None:
+        return host_cost(facts)
+    work = forward.plus(backward).scaled(1.0 - filled)
+    return work if idle is None or idle.value <= 0 else work.plus(idle.scaled(filled)).minus(sync_cost(facts))
 
 
 def compute_bound(facts: Facts) -> Finding | None:

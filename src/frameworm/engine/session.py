@@ -139,6 +139,7 @@ class TrainingSession:
             job.strategy.device,
             self._output.system_path(self._rank),
             whole_machine=not is_distributed() or setup_ddp().local_rank == 0,
+            steps_done=lambda: self._state.progress.step,
         )
         folder = self._output.folder
         self._windows.write_to(None if folder is None else folder.path)

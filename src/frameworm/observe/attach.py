@@ -146,12 +146,14 @@ class Attachment:
     def _begin_sampling(self) -> None:
         from frameworm.observe.system import SystemSampler
 
-        assert self._watch is not None
+        watch = self._watch
+        assert watch is not None
         self._sampler = SystemSampler(
-            self._watch.facts.get("device", "cpu"),
+            watch.facts.get("device", "cpu"),
             SYSTEM_INTERVAL_S,
             self._shared.find().path / f"system-rank{self.process.rank}.jsonl",
             whole_machine=self.process.local_rank == 0,
+            steps_done=lambda: watch.steps,
         )
         self._sampler.start()
 

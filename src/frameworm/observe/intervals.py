@@ -73,13 +73,6 @@ class Intervals:
         """For each pair of moments, how much of the set lies between them."""
         return self.time_before(ends) - self.time_before(starts)
 
-    def touched(self, starts: Times, ends: Times) -> Times:
-        """For each pair of moments, the whole length of those intervals that reach into the span between them."""
-        before = np.concatenate(([0.0], np.cumsum(self.ends - self.starts)))
-        first = np.searchsorted(self.ends, starts, side="left")
-        last = np.searchsorted(self.starts, ends, side="right")
-        return np.where(last > first, before[last] - before[np.minimum(first, last)], 0.0)
-
     def _holds(self, moments: Times) -> npt.NDArray[np.bool_]:
         begun = np.searchsorted(self.starts, moments, side="right")
         over = np.searchsorted(self.ends, moments, side="right")

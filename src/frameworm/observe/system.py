@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,8 @@ FIRST_INTERVAL_SHARE = 0.2
 EARLY_SAMPLES = 10
 # A rate over less time than this says more about the clock ticks than about the machine.
 SHORTEST_INTERVAL_S = 0.05
+# Looks that are kept during one step; of longer ones the first are left out.
+MOST_PENDING = 10_000
 
 
 class SystemSampler:
@@ -37,6 +40,8 @@ class SystemSampler:
         interval_s: Time between two looks; more where a look takes long.
         path: File for one line per look, or None.
         whole_machine: Whether to look at cores and network too.
+        steps_done: How many steps have ended. Looks before the first one's end (compiling, allocating) and after the
+            last one's (the last checkpoint) are written down but not in the summary.
 
     Attributes:
         cost_s: Processor time that the looks have taken so far.
@@ -49,6 +54,7 @@ class SystemSampler:
         path: str | os.PathLike[str] | None = None,
         *,
         whole_machine: bool = True,
+        steps_done: Callable[[], int] | None = None,
     ) -> None:
         assert interval_s > 0, "time goes forward"
         self.cost_s = 0.0
@@ -61,6 +67,8 @@ class SystemSampler:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._figures = SystemFigures()
+        self._steps_done = steps_done
+        self._amid_steps = _AmidSteps(self._figures, None)
         self._problem: str | None = None
 
     def __enter__(self) -> SystemSampler:
@@ -75,6 +83,7 @@ class SystemSampler:
         if self._thread is not None:
             return
         self._stopping.clear()
+        self._amid_steps = _AmidSteps(self._figures, self._steps_done)
         if self._path is not None:
             self._writer = JsonLinesWriter(self._path, max_pending=1_000, encode=sample_line)
         self._thread = threading.Thread(target=self._run, name="frameworm-system", daemon=True)
@@ -88,6 +97,8 @@ class SystemSampler:
             thread.join(timeout_s)
             if self._writer is not None:
                 self._writer.close(timeout_s)
+            with self._lock:
+                self._amid_steps.end()
         return self.summary()
 
     def summary(self) -> SystemSummary | None:
@@ -137,7 +148,7 @@ class SystemSampler:
             began, cost_began_s = time.perf_counter(), time.thread_time()
             sample = sources.read()
             with self._lock:
-                self._figures.add(sample, began)
+                self._amid_steps.add(sample, began)
             if self._writer is not None:
                 self._writer.write(sample)
             cost_s = time.thread_time() - cost_began_s
@@ -154,6 +165,39 @@ class SystemSampler:
                 last = True
 
 
+class _AmidSteps:
+    """Adds looks to the figures once it is known that a step ended after them."""
+
+    def __init__(self, figures: SystemFigures, steps_done: Callable[[], int] | None) -> None:
+        self._figures = figures
+        self._steps_done = steps_done
+        self._first = self._seen = 0 if steps_done is None else steps_done()
+        self._pending: deque[tuple[SystemSample, float]] = deque(maxlen=MOST_PENDING)
+
+    def add(self, sample: SystemSample, began: float) -> None:
+        if self._steps_done is None:
+            self._figures.add(sample, began)
+            return
+        done = self._steps_done()
+        if done != self._seen:
+            if self._seen == self._first:
+                self._pending.clear()
+            self._seen = done
+            self._flush()
+        self._pending.append((sample, began))
+
+    def end(self) -> None:
+        """Where no look lay between two steps, all of them are better than none."""
+        if not self._figures.count:
+            self._flush()
+        self._pending.clear()
+
+    def _flush(self) -> None:
+        for sample, began in self._pending:
+            self._figures.add(sample, began)
+        self._pending.clear()
+
+
 class NoSampler:
     """Stands in for a sampler that was not asked for."""
 
@@ -168,10 +212,17 @@ class NoSampler:
 
 
 def make_sampler(
-    interval_s: float | None, device: torch.device, path: str | os.PathLike[str] | None, *, whole_machine: bool
+    interval_s: float | None,
+    device: torch.device,
+    path: str | os.PathLike[str] | None,
+    *,
+    whole_machine: bool,
+    steps_done: Callable[[], int],
 ) -> SystemSampler | NoSampler:
     """A sampler, or its stand-in where `interval_s` is None."""
-    return NoSampler() if interval_s is None else SystemSampler(device, interval_s, path, whole_machine=whole_machine)
+    if interval_s is None:
+        return NoSampler()
+    return SystemSampler(device, interval_s, path, whole_machine=whole_machine, steps_done=steps_done)
 
 
 class _Sources:

@@ -165,8 +165,8 @@ def _idle_causes(
     """Why nothing ran: each gap is judged by the event that ended it.
 
     Up to its launch, and the time any launch takes, the host was late; from there on the event was queued. Of the
-    host's part, the time inside the loader is data loading; as much of the rest as the host had lost in a call that
-    waited for the device is synchronisation, for without that call it would have come by so much earlier.
+    host's part, the time inside the loader is data loading; as much of the rest as the host had lost before in calls
+    that waited for the device is synchronisation, for without those calls it would have been ahead by so much.
     """
     start, end = spans.window
     gaps = spans.busy.gaps(start, end)
@@ -181,7 +181,7 @@ def _idle_causes(
     ready = np.clip(np.where(known, launched + launch_latency(trace), gaps.starts), gaps.starts, gaps.ends)
     late = ready - gaps.starts
     loaded = loading.time_between(gaps.starts, ready)
-    waited = np.minimum(late - loaded, waiting.touched(gaps.starts, ready))
+    waited = _paid_by_waits(waiting, ready, late - loaded)
     rest = gaps.ends - ready
     return {
         "data_loading": float(loaded.sum()),
@@ -190,6 +190,22 @@ def _idle_causes(
         "queued": float(rest[known].sum()),
         "unknown": float(rest[~known].sum()),
     }
+
+
+def _paid_by_waits(waiting: Intervals, moments: Times, late: Times) -> Times:
+    """How much of each delay, in order of time, the waits that had ended by then (and no delay before used up) cover.
+
+    A wait adds its length to what the host could be ahead, a delay takes from it; that never falls below zero.
+    """
+    times = np.concatenate((waiting.ends, moments))
+    changes = np.concatenate((waiting.ends - waiting.starts, -late))
+    order = np.argsort(times, kind="stable")
+    sums = np.cumsum(changes[order])
+    uncovered = np.maximum.accumulate(np.maximum(-sums, 0.0))
+    own = np.empty_like(sums)
+    own[order] = np.diff(uncovered, prepend=0.0)
+    paid: Times = late - own[len(waiting.ends) :]
+    return paid
 
 
 def _device_name(header: dict[str, Any], number: int) -> str | None:
