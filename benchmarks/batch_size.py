@@ -5,8 +5,8 @@
 
 Each case is searched as `frameworm batch-size --free-global-batch` does, start of the server and planning included;
 then the true maximum is found by growing strides away from that size until one fits and one does not, and plain
-bisection between them to half a percent, with the same steps in the same kind of processes. Data is generated: text of random words for GPT, the built-in data set padded to full length for
-texts.
+bisection between them to half a percent, with the same steps in the same kind of processes. Data is generated: text of
+random words for GPT, the built-in data set padded to full length for texts.
 Goals: within 3% of the true maximum, at most 8 trials, at most 90 s without the imports of this script itself.
 """
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpt 124M": (GPT, ()),
     "gpt 124M full": (GPT, ("memory.activation_checkpointing=full",)),
     "gpt 124M fp32": (GPT, ("gpu.mixed_precision=off",)),
-    "texts": (TEXTS, _GENERATED),
+    "texts 16 layers": (TEXTS, (*_GENERATED, "model.num_layers=16")),
 }
 SMALL: dict[str, tuple[str, tuple[str, ...]]] = {"quickstart": ("quickstart.yaml", ("data.pad_to=max",))}
 

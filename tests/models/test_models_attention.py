@@ -24,13 +24,16 @@ def one_by_one(heads: list[torch.Tensor], offsets: torch.Tensor, causal: bool) -
     return torch.cat(parts)
 
 
+MANY = tuple(1 + 7 * number % 5 for number in range(50))  # several groups of like length
+
+
 def heads_of(tokens: int, **options: object) -> list[torch.Tensor]:
     torch.manual_seed(tokens)
     return [torch.randn(tokens, 2, 4).to(**options).requires_grad_() for _ in range(3)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(1,), (5, 1, 3), (0, 5, 0, 0, 4), (2, 0), (5, 5, 5)])
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 3), (0, 5, 0, 0, 4), (2, 0), (5, 5, 5), MANY, (3,) * 40])
 def test_each_sequence_as_if_alone(lengths: tuple[int, ...], causal: bool) -> None:
     offsets = borders(*lengths)
     heads = heads_of(sum(lengths))
@@ -44,6 +47,14 @@ def test_each_sequence_as_if_alone(lengths: tuple[int, ...], causal: bool) -> No
         strict=True,
     ):
         assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_groups_are_made_anew_when_the_borders_change() -> None:
+    heads = heads_of(12)
+    offsets = borders(4, 4, 4)
+    packed_attention(*heads, offsets, 12)
+    offsets[1] = 6
+    assert torch.allclose(packed_attention(*heads, offsets, 12), one_by_one(heads, offsets, False), atol=1e-6)
 
 
 def test_sequence_of_tokens() -> None:

@@ -264,7 +264,7 @@ def _approximate(consent: bool, quality: Quality | None) -> Check:
         return _not_worse(name, quality)
     if consent:
         return Check(name, True, "allowed by the user; what it costs in quality was not measured")
-    return Check(name, False, "changes more than rounding: needs --allow approximate, or a longer check")
+    return Check(name, False, "changes more than rounding: needs --allow approximate")
 
 
 def _not_worse(name: str, quality: Quality) -> Check:

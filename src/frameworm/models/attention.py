@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frameworm.models.grouped_attention import grouped_attention
+
 _WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
 
 
@@ -40,18 +42,22 @@ def packed_attention(
         mixed = varlen_attn(query, key, value, offsets, offsets, max_length, max_length, **more)
         assert isinstance(mixed, Tensor)
         return mixed
-    if type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-        offsets, max_length = _no_more_than_needed(offsets, max_length)
+    if _may_look(offsets):
+        return grouped_attention(torch.stack((query, key, value), 1), offsets, causal)
     return _padded_attention(query, key, value, offsets, max_length, causal)
 
 
-def _no_more_than_needed(offsets: Tensor, max_length: int) -> tuple[Tensor, int]:
-    """No more rows than there are sequences, and none wider than the longest: nobody waits for a CPU's numbers."""
-    lengths = offsets[1:] - offsets[:-1]
-    filled = lengths.nonzero()
-    if not filled.numel():
-        return offsets, max_length
-    return offsets[: int(filled[-1]) + 2], min(max_length, int(lengths.max()))
+def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool = False) -> Tensor:
+    """The same for queries, keys and values that lie side by side: [tokens, 3, heads, width of a head]."""
+    if _may_look(offsets):
+        return grouped_attention(heads, offsets, causal)
+    query, key, value = heads.unbind(1)
+    return packed_attention(query, key, value, offsets, max_length, causal)
+
+
+def _may_look(offsets: Tensor) -> bool:
+    """Whether there are values, which nobody has to wait for."""
+    return type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _fits_flash(query: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
-from frameworm.models.attention import packed_attention, sequence_of_tokens
+from frameworm.models.attention import packed_self_attention, sequence_of_tokens
 
 # Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
 _LARGEST_MEMBERSHIP = 2**26
@@ -161,8 +161,7 @@ class EncoderLayer(nn.Module):
     def _packed_attention(self, hidden: Tensor, offsets: Tensor, max_length: int) -> Tensor:
         tokens, width = hidden.shape
         heads = self.query_key_value(hidden).view(tokens, 3, self.n_heads, width // self.n_heads)
-        query, key, value = heads.unbind(1)
-        mixed = packed_attention(query, key, value, offsets, max_length)
+        mixed = packed_self_attention(heads, offsets, max_length)
         result: Tensor = self.attention_output(mixed.reshape(tokens, width))
         return result
 

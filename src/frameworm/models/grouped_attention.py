@@ -1,0 +1,134 @@
+"""Packed attention on a CPU: sequences of like length share one call, so little of it is padding.
+
+A CPU's numbers can be looked at without waiting, so the work is cut to what this very batch needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Each further group is a call more, and saves less than the one before it.
+_MOST_GROUPS, _FEWEST_IN_GROUP = 3, 8
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Where the tokens of a batch go.
+
+    Attributes:
+        rows: For each place of all groups, one group after the other, the token that lies there.
+        back: For each token its place.
+        real: 1 where a place holds a token of its own, 0 elsewhere, [places, 1].
+        shapes: Sequences and length of each group.
+        masks: By group what is added to the scores, [sequences, 1, 1, length]: 0, or -inf for what is no token; None
+            where nothing is padding.
+    """
+
+    rows: Tensor
+    back: Tensor
+    real: Tensor
+    shapes: list[tuple[int, int]]
+    masks: list[Tensor | None]
+
+
+_last: tuple[weakref.ref[Tensor], int, _Groups] | None = None
+
+
+def grouped_attention(heads: Tensor, offsets: Tensor, causal: bool = False) -> Tensor:
+    """Attention of every token to those of its own sequence; see `attention.packed_self_attention`.
+
+    Args:
+        heads: Queries, keys and values, [tokens, 3, heads, width].
+        offsets: Borders of the sequences, from 0 to the number of tokens.
+        causal: A token sees only itself and those before it.
+
+    Returns:
+        [tokens, heads, width].
+    """
+    tokens, _, count, width = heads.shape
+    groups = _groups_of(offsets)
+    if not groups.shapes:
+        return heads[:, 0]
+    taken = _rows(heads.reshape(tokens, -1), groups.rows, groups.back)
+    parts = []
+    pieces = taken.split([sequences * length for sequences, length in groups.shapes])
+    for piece, (sequences, length), mask in zip(pieces, groups.shapes, groups.masks):
+        query, key, value = piece.view(sequences, length, 3, count, width).permute(2, 0, 3, 1, 4).unbind(0)
+        if mask is not None:
+            mask = mask.to(query.dtype)
+            if causal:
+                mask = mask + mask.new_full((length, length), -torch.inf).triu_(1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal and mask is None)
+        parts.append(mixed.transpose(1, 2).reshape(-1, count * width))
+    return _rows(torch.cat(parts), groups.back, groups.rows, groups.real).view(tokens, count, width)
+
+
+def _groups_of(offsets: Tensor) -> _Groups:
+    """The groups of a batch; all layers ask for the same."""
+    global _last
+    if _last is not None and _last[0]() is offsets and _last[1] == offsets._version:
+        return _last[2]
+    groups = _make_groups(offsets.numpy().astype(np.int64))
+    _last = (weakref.ref(offsets), offsets._version, groups)
+    return groups
+
+
+def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> _Groups:
+    lengths = np.diff(offsets)
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    back = np.empty(int(offsets[-1]), dtype=np.int64)
+    rows, real, shapes, masks, begin = [], [], [], [], 0
+    for members in np.array_split(order, max(1, min(_MOST_GROUPS, len(order) // _FEWEST_IN_GROUP))):
+        if not len(members):
+            continue
+        length = int(lengths[members[-1]])
+        within = np.arange(length)
+        filled = within < lengths[members, None]
+        places = offsets[members, None] + within
+        back[places[filled]] = begin + np.flatnonzero(filled)
+        rows.append(np.where(filled, places, 0).ravel())
+        real.append(filled.ravel())
+        shapes.append((len(members), length))
+        hidden = np.where(filled, np.float32(0), np.float32(-np.inf))
+        masks.append(None if filled.all() else torch.from_numpy(hidden)[:, None, None, :])
+        begin += filled.size
+    return _Groups(
+        torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0, dtype=torch.int64),
+        torch.from_numpy(back),
+        torch.from_numpy(np.concatenate(real)).unsqueeze(1) if real else torch.empty(0, 1, dtype=torch.bool),
+        shapes,
+        masks,
+    )
+
+
+def _rows(source: Tensor, rows: Tensor, returned: Tensor, real: Tensor | None = None) -> Tensor:
+    result: Tensor = _Rows.apply(source, rows, returned, real)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a tensor whose gradient is taken from where each row went, instead of added up row by row.
+
+    That is the same where every row that matters was taken once and all else has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, rows: Tensor, returned: Tensor, real: Tensor | None) -> Tensor:
+        """Take `rows`; their gradients will be at `returned`, and are kept where `real` (None: everywhere)."""
+        ctx.save_for_backward(returned, real)
+        return source.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Fetch them."""
+        returned, real = ctx.saved_tensors
+        found = gradients[0].index_select(0, returned)
+        return (found if real is None else found * real, None, None, None)
