@@ -46,7 +46,7 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
 
-campaign: $(STAMP)  ## long checks, some ten minutes: are the verdicts right? does powersgd end well 50 times of 50? does guard tell?
+campaign: $(STAMP)  ## long checks, about an hour: verdicts, a thousand kills and faults, powersgd 50 times of 50, guard, fuzzing
 	@$(BIN)/python benchmarks/diagnosis.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crash_campaign.py --kills 1000
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_compression_hook.py -k again_and_again

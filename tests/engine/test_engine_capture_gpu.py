@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from frameworm import Callback, RunRecord, Trainer
 from frameworm.distributed import OptimizedDataLoader
 from frameworm.engine.half_weights import HalfWeights
 from frameworm.engine.schedule import Schedule
-from frameworm.errors import TrainingInterruptedError
+from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
 from frameworm.records.schema import StepRecord
 
 pytestmark = [
@@ -254,20 +256,27 @@ def test_a_capture_that_breaks_leaves_training_whole() -> None:
 
 
 class StopAt(Callback):
-    def __init__(self, step: int) -> None:
+    """Stops at a step: at once, or by SIGTERM, while the host is ahead of the device."""
+
+    def __init__(self, step: int, signalled: bool) -> None:
         self._step = step
+        self._signalled = signalled
 
     def on_step(self, step: StepRecord) -> None:
         if step.step == self._step:
-            raise KeyboardInterrupt
+            if not self._signalled:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_captured_run_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_captured_run_resumes_as_if_it_had_never_stopped(tmp_path: Path, signalled: bool) -> None:
     whole = _net(dropout=0.3, norm=True)
     _train(whole, "step", run_dir=tmp_path / "whole", epochs=2, every_steps=50)
     stopped = _net(dropout=0.3, norm=True)
-    with pytest.raises((TrainingInterruptedError, KeyboardInterrupt)):
-        _train(stopped, "step", run_dir=tmp_path / "run", epochs=2, every_steps=50, callbacks=[StopAt(230)])
+    stop = StopAt(230, signalled)
+    with pytest.raises(TrainingPreemptedError if signalled else (TrainingInterruptedError, KeyboardInterrupt)):
+        _train(stopped, "step", run_dir=tmp_path / "run", epochs=2, every_steps=50, callbacks=[stop])
     resumed = _net(dropout=0.3, norm=True, seed=9)
     steps = Steps()
     optimizer = _optimizer("adamw", resumed)
@@ -284,7 +293,8 @@ def test_a_captured_run_resumes_as_if_it_had_never_stopped(tmp_path: Path) -> No
     )
     loader = OptimizedDataLoader.create(classification(800), 4, seed=3, num_workers=0)
     record = trainer.train(loader, epochs=2, resume=tmp_path / "run")
-    assert steps.records[0].step in (201, 231)
+    first = steps.records[0].step
+    assert 230 < first < 260 if signalled else first in (201, 231)
     assert record.captured_steps
     torch.testing.assert_close(parameters(resumed), parameters(whole), rtol=2e-3, atol=2e-4)
 

@@ -212,6 +212,20 @@ def test_the_writer_ends_with_its_parent(tmp_path: Path) -> None:
         os.kill(other, signal.SIGKILL)
 
 
+def test_the_writer_ends_when_told_whoever_holds_its_pipe() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from frameworm.engine.writer import ProcessWriter, SharedMemory\n"
+        "memory = SharedMemory(); memory.grow(1); writer = ProcessWriter(memory); writer.start()\n"
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(60); os._exit(0)\n"
+        "process = writer._process; writer.close(); os.kill(child, signal.SIGKILL)\n"
+        "print(process.returncode)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.strip() == "0", "it ended by itself and had not to be killed"
+
+
 def _slow_store(folder: Path, released: threading.Event, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
     """A store whose writer waits until it is let go."""
     store = make_store(folder, asynchronous=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from workbench import classification, parameters
 
 from frameworm import Trainer
@@ -218,10 +218,127 @@ def test_resume_is_exact_on_two_ranks(run_ranks: Callable[..., Any], tmp_path: P
         assert [step["step"] for step in _steps(tmp_path / "parts", rank)] == list(range(1, STEPS + 1))
 
 
-def test_resume_on_another_number_of_ranks_keeps_the_order(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    stopped = run_ranks(_rank, 2, (str(tmp_path / "run"), 5, False, "off"))
-    assert stopped[0][2] is not None
-    _, record = _train(tmp_path / "run", resume=True, batch_size=8)
-    assert record.status == "completed"
-    assert record.steps == STEPS
-    assert any("1 processes instead of 2" in note for note in record.notes)
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that carry their own number."""
+
+    def __len__(self) -> int:
+        return 52
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([float(index)]), torch.tensor(index % 3)
+
+
+class Remembers(nn.Module):
+    """Knows which samples it was trained on, one list per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(1, 3)
+        self.seen: list[list[int]] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append([int(item) for item in inputs[:, 0]])
+        result: torch.Tensor = self.inner(inputs / 52)
+        return result
+
+
+def _numbered(folder: Path, batch_size: int, stop_after: int | None, resume: bool) -> tuple[list[list[int]], Any]:
+    model = Remembers()
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=[StopAfter(stop_after, signal.SIGUSR1, 0.12 if stop_after else 0.0)],
+        seed=11,
+        run_dir=folder,
+        every_steps=4,
+        device="cpu",
+    )
+    loader = OptimizedDataLoader.create(Samples(), batch_size, seed=2, num_workers=0)
+    try:
+        return model.seen, trainer.train(loader, epochs=EPOCHS, resume="auto" if resume else None)
+    except TrainingPreemptedError as error:
+        return model.seen, error.record  # type: ignore[attr-defined]
+
+
+def _numbered_rank(rank: int, world_size: int, folder: str, stop_after: int | None, resume: bool) -> Any:
+    seen, record = _numbered(Path(folder), 8 // world_size, stop_after if rank == 1 else None, resume)
+    return seen, record.status, record.steps
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    run_ranks: Callable[..., Any], tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    """SIGUSR1 to one rank in the middle of an epoch; what all ranks together take in each step stays what it was."""
+    expected, _ = _numbered(tmp_path / "whole", 8, None, False)
+    before, after = ranks
+
+    def run(count: int, stop_after: int | None, resume: bool) -> tuple[list[list[int]], list[str], int]:
+        if count == 1:
+            seen, record = _numbered(tmp_path / "run", 8, stop_after, resume)
+            return seen, [record.status], record.steps
+        told = run_ranks(_numbered_rank, count, (str(tmp_path / "run"), stop_after, resume))
+        together = [
+            [item for part in parts for item in part] for parts in zip(*(item[0] for item in told), strict=True)
+        ]
+        return together, [item[1] for item in told], told[0][2]
+
+    first, statuses, stopped = run(before, 5, False)
+    assert set(statuses) == {"preempted"}
+    assert 5 <= stopped < STEPS
+    rest, statuses, steps = run(after, None, True)
+    assert set(statuses) == {"completed"}
+    assert steps == STEPS
+    assert [sorted(step) for step in [*first[:stopped], *rest]] == [sorted(step) for step in expected]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert any(f"{after} processes instead of {before}" in note for note in summary["notes"])
+
+
+def test_a_signal_within_a_compiled_step_saves_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes while step 4 computes: that step is finished, saved, and not repeated."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="aot_eager"))
+
+    def train(folder: Path, signal_at: int | None, resume: bool) -> tuple[torch.Tensor, Any]:
+        model = Signalled(_model(), signal_at)
+        trainer = Trainer(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            seed=11,
+            run_dir=folder,
+            every_steps=None,
+            clip_norm=0.5,
+            device="cpu",
+            compile_model=True,
+        )
+        record = trainer.train(_loader("ours", 4), epochs=1, resume="auto" if resume else None)
+        return parameters(model), record
+
+    expected, whole = train(tmp_path / "whole", None, False)
+    with pytest.raises(TrainingPreemptedError, match="saved after step 4 "):
+        train(tmp_path / "parts", 4, False)
+    found, record = train(tmp_path / "parts", None, True)
+    assert record.steps == whole.steps
+    assert torch.equal(expected, found)
+
+
+class Signalled(nn.Module):
+    """Sends its process SIGTERM in one of its calls."""
+
+    def __init__(self, inner: nn.Module, call: int | None) -> None:
+        super().__init__()
+        self.inner = inner
+        self._call = call
+        self._calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._count()
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+    @torch.compiler.disable
+    def _count(self) -> None:
+        self._calls += 1
+        if self._calls == self._call:
+            os.kill(os.getpid(), signal.SIGTERM)

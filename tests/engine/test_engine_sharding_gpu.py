@@ -77,7 +77,7 @@ def _sharded(rank: int, world_size: int, folder: str, strategy: str, settings: d
 def test_sharding_by_nccl_equals_one_process(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, settings: dict[str, Any]
 ) -> None:
-    found, steps, again = run_ranks(_sharded, 1, (str(tmp_path / "run"), strategy, settings), timeout_s=100)[0]
+    found, steps, again = run_ranks(_sharded, 1, (str(tmp_path / "run"), strategy, settings), timeout_s=240)[0]
     plain = {name: value for name, value in settings.items() if name == "mixed_precision"}
     expected, expected_steps = _train(None, accumulation=2, **plain)
     longer, _ = _train(None, accumulation=2, max_steps=9, **plain)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,29 @@ def test_gradients_do_not_depend_on_padding(model: TextClassifier, texts: list[t
 
     for narrow, wide in zip(gradients(5), gradients(12), strict=True):
         assert torch.allclose(narrow, wide, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(("residual", "expected"), [("fp32", torch.float32), ("half", torch.bfloat16)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_stream_is_in_the_numbers_asked_for(residual: Any, expected: torch.dtype, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    model = TextClassifier(50, 3, 16, 2, 2, 32, max_seq_len=8, dropout=0.0, residual=residual)
+    seen: list[torch.dtype] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    tokens = torch.randint(1, 50, (2, 8))
+    lengths = torch.tensor([8, 8])
+    plain = model(tokens, lengths)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        if is_packed:
+            borders = torch.tensor([0, 8, 16, 16, 16], dtype=torch.int32)
+            result = model(tokens.flatten(), offsets=borders, positions=torch.arange(8).repeat(2))
+        else:
+            result = model(tokens, lengths)
+    assert set(seen) == {expected}
+    assert torch.allclose(result.float(), plain, atol=0.05)
 
 
 LONGEST = 6

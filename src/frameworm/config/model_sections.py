@@ -24,6 +24,15 @@ def _check_heads(d_model: int, n_heads: int) -> None:
         )
 
 
+Residual = Annotated[
+    Literal["fp32", "half"],
+    Field(
+        description="Numbers of the stream that layers add to; half: those of gpu.mixed_precision, which takes half "
+        "the memory and rounds at every layer."
+    ),
+]
+
+
 class TextClassifierModelConfig(Section):
     """The transformer encoder that classifies texts."""
 
@@ -33,6 +42,7 @@ class TextClassifierModelConfig(Section):
     dim_feedforward: int = Field(default=256, ge=1, description="Width of the feed-forward part of each layer.")
     max_seq_len: int = Field(default=128, ge=1, description="Longest text in tokens; longer ones are cut.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention and feed-forward.")
+    residual: Residual = "fp32"
     num_classes: Count | Auto = Field(default="auto", description="Number of classes; auto takes it from the data set.")
     vocab_size: Count | Auto = Field(
         default="auto", description="Rows of the embedding; auto takes the tokenizer's size."
@@ -65,11 +75,7 @@ class GPTModelConfig(Section):
         description="Compute the loss a part of the tokens at a time, so that the logits are never held whole; auto: "
         "on a GPU, from 8,192 words on.",
     )
-    residual: Literal["fp32", "half"] = Field(
-        default="fp32",
-        description="Numbers of the stream that layers add to; half: those of gpu.mixed_precision, which takes half "
-        "the memory and rounds at every layer.",
-    )
+    residual: Residual = "fp32"
     init_from: Annotated[str | None, OffNone] = Field(
         default=None, description="Safetensors file with weights to start from."
     )

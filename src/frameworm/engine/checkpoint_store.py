@@ -22,10 +22,8 @@ from typing import Any
 import torch
 
 from frameworm.engine.committing import CommitOrder, Retention
-from frameworm.engine.shard_files import type_name
-from frameworm.engine.shard_writing import Stored, lay_out
 from frameworm.engine.share_writing import WriteOrder
-from frameworm.engine.snapshot import Snapshot
+from frameworm.engine.snapshot import SharePlan, Snapshot
 from frameworm.engine.staging import Staging
 from frameworm.engine.writer import Writer
 from frameworm.engine.writer_process import in_words
@@ -99,6 +97,7 @@ class CheckpointStore:
         self._outstanding = 0
         self._changed = threading.Condition()
         self._rounds = 0
+        self._plan: SharePlan | None = None
         self._freed = False
         self._stuck = False
         self._waited_s = 0.0
@@ -176,10 +175,19 @@ class CheckpointStore:
             pass  # the others will not get theirs done either
         self._conclude(step, problem)
 
-    def _hand_over(self, job: _Job) -> None:
-        if self._thread is None:
+    def get_ready(self) -> None:
+        """Start what writes beside training now, so that it does not start in the midst of steps.
+
+        In the thread that trains: a process that another thread forks meanwhile, such as a loader's, would hold the
+        start up.
+        """
+        if self._writer.beside and self._thread is None:
+            self._writer.start()
             self._thread = threading.Thread(target=self._serve, name="checkpoints", daemon=True)
             self._thread.start()
+
+    def _hand_over(self, job: _Job) -> None:
+        self.get_ready()
         with self._changed:
             self._outstanding += 1
         self._jobs.put(job)
@@ -262,35 +270,17 @@ class CheckpointStore:
         self._staging.finish()
         if self._staging.waited_for_device:
             self._note_once("no room on the device for a copy of the state: training waits while it is saved")
-        stored = {
-            name: Stored(
-                type_name(piece.dtype, name),
-                piece.dtype.itemsize,
-                piece.rows_shape,
-                piece.place,
-                piece.size_bytes,
-            )
-            for name, piece in snapshot.pieces.items()
-        }
+        if self._plan is None or self._plan.pieces != snapshot.pieces:
+            self._plan = SharePlan.of(snapshot.pieces)
         fast = None if self._fast is None else str(self._fast.resolve())
-        order = WriteOrder(
-            str(draft.resolve()),
-            self._reports.rank,
-            lay_out(stored),
-            self._staging.used_bytes,
-            self._compression,
-            fast,
-        )
+        used_bytes, layout = self._staging.used_bytes, self._plan.layout
+        order = WriteOrder(str(draft.resolve()), self._reports.rank, layout, used_bytes, self._compression, fast)
         answer = self._writer.perform({"write": order.to_json()}, self._free, lambda: not self._freed)
         for note in answer.get("notes", ()):
             self._note_once(note)
         if "problem" in answer:
             return answer
-        pieces = {
-            name: (stored[name].dtype, piece.shape, piece.first_row, piece.rows_shape[0] if piece.shape else 1)
-            for name, piece in snapshot.pieces.items()
-        }
-        return {"file": answer["file"], "pieces": pieces, "shared": snapshot.shared, "own": snapshot.own}
+        return {"file": answer["file"], "pieces": self._plan.described, "shared": snapshot.shared, "own": snapshot.own}
 
     def _commit(self, job: _Job, draft: Path) -> str | None:
         """Have the shares of all ranks made a checkpoint; returns why that failed."""

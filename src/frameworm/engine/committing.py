@@ -60,7 +60,7 @@ class CommitOrder:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        return {**vars(self), "retention": asdict(self.retention)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CommitOrder:

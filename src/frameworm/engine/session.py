@@ -222,6 +222,9 @@ class TrainingSession:
         try:
             with self._request, self._guard, self._explainer():
                 self._sampler.start()
+                every, total = self._job.config.checkpoint.every_steps, self.total_steps
+                if self._store is not None and every is not None and (total is None or every < total):
+                    self._store.get_ready()
                 self._events.on_run_start(self.record)
                 with on_stream(self._stream):
                     self.record.stop_reason = reason = self._loop.run()

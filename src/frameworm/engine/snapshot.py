@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from frameworm.engine.manifest import merge
 from frameworm.engine.outline import Path, encode
+from frameworm.engine.shard_files import type_name
+from frameworm.engine.shard_writing import Layout, Stored, lay_out
 from frameworm.engine.staging import Staging
 from frameworm.errors import CheckpointError
 from frameworm.parallel.shards import HeldState, first_row, own_part
@@ -47,6 +49,36 @@ class Snapshot:
     shared: Any = None
     own: Any = None
     problem: str | None = None
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """The file of a share, which is the same from save to save; only the values change.
+
+    Attributes:
+        pieces: What it is the plan of.
+        layout: The file.
+        described: Type, shape, first row and rows of each, for the manifest.
+    """
+
+    pieces: dict[str, Piece]
+    layout: Layout
+    described: dict[str, tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, pieces: dict[str, Piece]) -> SharePlan:
+        """The plan of pieces in memory."""
+        stored = {
+            name: Stored(
+                type_name(piece.dtype, name), piece.dtype.itemsize, piece.rows_shape, piece.place, piece.size_bytes
+            )
+            for name, piece in pieces.items()
+        }
+        described = {
+            name: (stored[name].dtype, piece.shape, piece.first_row, piece.rows_shape[0] if piece.shape else 1)
+            for name, piece in pieces.items()
+        }
+        return cls(pieces, lay_out(stored), described)
 
 
 # What else is everybody's, and what else is this rank's.

@@ -34,6 +34,7 @@ class Staging:
         self.waited_for_device = False  # there was no room on the device for the last snapshot
         self._device = device
         self._base = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}  # of the base, from save to save
         self._on_device: list[tuple[torch.Tensor, int, torch.cuda.Event]] = []
         self._bounce: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
@@ -56,13 +57,20 @@ class Staging:
         places = self._places({**here, **there})
         ends_here = max((places[name] + item.nbytes for name, item in here.items()), default=begin)
         if self.memory.grow(self.used_bytes):
+            self._views.clear()
             self._base = torch.frombuffer(self.memory.mapped, dtype=torch.uint8)
         self.memory.fill(begin, ends_here - begin)
-        for name, item in here.items():
-            _view(self._base, places[name], item).copy_(item)
+        _copy_all(here, [self._kept_view(places[name], item) for name, item in here.items()])
         if there:
             self._copy_on_device(there, places)
         return places
+
+    def _kept_view(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        key = (place, like.dtype, like.shape)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = _view(self._base, place, like)
+        return view
 
     def finish(self) -> None:
         """Wait until all that was copied is in the shared memory. May be called by another thread."""
@@ -94,14 +102,7 @@ class Staging:
                 if source is not None:
                     self._bring(source, places[name], _event_now())
             return
-        kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for name, item in tensors.items():
-            if item.numel():
-                targets, sources = kinds.setdefault(item.dtype, ([], []))
-                targets.append(_view(flat, places[name] - first, item))
-                sources.append(item)
-        for targets, sources in kinds.values():
-            torch._foreach_copy_(targets, sources)
+        _copy_all(tensors, [_view(flat, places[name] - first, item) for name, item in tensors.items()])
         self._on_device.append((flat, first, _event_now()))
 
     def _device_memory(self, size_bytes: int) -> torch.Tensor | None:
@@ -139,9 +140,22 @@ class Staging:
         """Give everything back."""
         self.begin()
         self._bounce.clear()
+        self._views.clear()
         self._base = torch.empty(0, dtype=torch.uint8)
         with contextlib.suppress(OSError):
             self.memory.close()
+
+
+def _copy_all(tensors: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Copy in few calls, one for each type."""
+    kinds: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for item, target in zip(tensors.values(), targets):
+        if item.numel():
+            copies, sources = kinds.setdefault(item.dtype, ([], []))
+            copies.append(target)
+            sources.append(item)
+    for copies, sources in kinds.values():
+        torch._foreach_copy_(copies, sources)
 
 
 def _take(target: Any, buffer: torch.Tensor, place: int, length: int, arrived: torch.cuda.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 import torch
 from torch import nn
@@ -62,6 +63,7 @@ class Update:
         # Sharded gradients are judged by their norm over all ranks.
         self._checks = check and self._scaler is None and clip_norm is None and (self._on_cpu or self._skips_on_device)
         self._wanted_check = check
+        self._no, self._one, self._flag = (torch.tensor(value, device="cpu") for value in (0.0, 1.0, 0.0))
         self.look = False
         self.finite: torch.Tensor | None = None
 
@@ -121,9 +123,16 @@ class Update:
             scaler.step(optimizer)
             scaler.update()
         elif self.grad_norm is not None:
-            self._step_unless(torch.isfinite(self.grad_norm).logical_not_().float())
+            if self._on_cpu:
+                self._step_if(isfinite(self.grad_norm.item()))
+            else:
+                self._step_unless(torch.isfinite(self.grad_norm).logical_not_().float())
         elif self._checks and gradients:
-            self._step_unless(self._any_bad(gradients))
+            if self._on_cpu:
+                self._step_if(self._all_finite(gradients))
+            else:
+                device = gradients[0].device
+                self._step_unless(_any_bad(gradients, torch.zeros((), device=device), torch.ones((), device=device)))
         else:
             optimizer.step()
         self.clear()
@@ -137,7 +146,7 @@ class Update:
         if self._clip_norm is None and (not self._checks or self._sharded_by is None):
             return None
         norm = get_total_norm(gradients)
-        if self._on_cpu and not self.look and not torch.isfinite(norm):
+        if self._on_cpu and not self.look and not isfinite(norm.item()):
             self.finite = _finite(gradients)  # before a bad norm spoils them all
         if self._sharded_by is None:
             assert self._clip_norm is not None
@@ -160,24 +169,26 @@ class Update:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _any_bad(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Judge the gradients themselves where no norm is needed: one pass over them that changes nothing."""
-        device = gradients[0].device
-        bad, one = torch.zeros((), device=device), torch.ones((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(_values(gradients), bad, one)
-        if self._on_cpu and not self.look and bad:
+    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
+        """Judge the gradients themselves where no norm is needed."""
+        if not _any_bad(gradients, self._flag, self._one).item():
+            return True
+        self._flag.zero_()
+        if not self.look:
             self.finite = _finite(gradients)
-        return bad
+        return False
+
+    def _step_if(self, fine: bool) -> None:
+        """On a CPU asking costs nothing."""
+        self.skipped = self._no if fine else self._one
+        if fine:
+            self.optimizer.step()
+        elif hasattr(self.optimizer, "_opt_called"):
+            self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
 
     def _step_unless(self, bad: torch.Tensor) -> None:
-        if self._on_cpu:
-            # Asking costs nothing here.
-            self.skipped = bad
-            if not bad:
-                self.optimizer.step()
-            elif hasattr(self.optimizer, "_opt_called"):
-                self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
-        elif self._skips_on_device:
+        """On a device the optimizer itself leaves its update out, where it can."""
+        if self._skips_on_device:
             self.skipped = bad
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = self.skipped  # type: ignore[attr-defined]
@@ -185,6 +196,12 @@ class Update:
             del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         else:
             self.optimizer.step()
+
+
+def _any_bad(gradients: list[torch.Tensor], flag: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """One pass over the gradients that changes nothing; the flag becomes 1 where one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(_values(gradients), flag, one)
+    return flag
 
 
 def _finite(gradients: list[torch.Tensor]) -> torch.Tensor:

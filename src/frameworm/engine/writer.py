@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from frameworm.engine.share_writing import ShareWriter
@@ -161,6 +162,8 @@ class ProcessWriter:
             return
         assert process.stdin is not None
         assert process.stdout is not None
+        with suppress(OSError, ValueError):
+            process.stdin.write(b"{}\n")  # somebody who was forked meanwhile may hold the pipe open
         process.stdin.close()
         for _ in range(2):
             try:
@@ -186,6 +189,12 @@ class Writer:
         self._process = ProcessWriter(memory) if beside else None
         self._say = say
         self._closed = False
+
+    def start(self) -> None:
+        """Start the process, if there is to be one; where it cannot be started, `perform` finds out."""
+        if self._process is not None and self._process.process_id is None:
+            with suppress(WriterGoneError):
+                self._process.start()
 
     def stay_here(self) -> None:
         """Start no process, if none has been started."""

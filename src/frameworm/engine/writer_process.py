@@ -24,7 +24,7 @@ _NICENESS = 5  # training goes first
 
 
 def main(memory: int, parent: int) -> None:
-    """Serve orders until the pipe is closed.
+    """Serve orders until an empty one comes, or the pipe is closed.
 
     Args:
         memory: Descriptor of the shared memory.
@@ -37,10 +37,9 @@ def main(memory: int, parent: int) -> None:
     orders: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_listen, args=(orders, parent), daemon=True).start()
     share_writer = ShareWriter()
-    while True:
-        _answer(
-            answers, perform(json.loads(orders.get()), memory, share_writer, lambda: _answer(answers, {"taken": 1}))
-        )
+    while order := json.loads(orders.get()):  # an empty one is the last
+        _answer(answers, perform(order, memory, share_writer, lambda: _answer(answers, {"taken": 1})))
+    os._exit(0)  # the listening thread need not be waited for
 
 
 def perform(order: dict[str, Any], memory: int, share_writer: ShareWriter, taken: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from frameworm.errors import ModelError
 from frameworm.models.bias_gelu import cast_parameters, linear_gelu
 from frameworm.models.linear_loss import linear_cross_entropy
+from frameworm.models.stream import Residual, as_stream
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
 
@@ -43,12 +44,12 @@ class GPT(nn.Module):
         max_seq_len: int = 1024,
         dropout: float = 0.0,
         fused_loss: bool | Literal["auto"] = "auto",
-        residual: Literal["fp32", "half"] = "fp32",
+        residual: Residual = "fp32",
     ) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
         self.fused_loss = fused_loss
-        self.residual = residual
+        self.residual: Residual = residual
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(max_seq_len, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -76,9 +77,7 @@ class GPT(nn.Module):
             raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
         positions = torch.arange(length, device=input_ids.device)
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
-        device_type = hidden.device.type
-        if self.residual == "half" and torch.is_autocast_enabled(device_type):
-            hidden = hidden.to(torch.get_autocast_dtype(device_type))
+        hidden = as_stream(hidden, self.residual)
         for layer in self.layers:
             hidden = layer(hidden)
         hidden = self.norm(hidden)

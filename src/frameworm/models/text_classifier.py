@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from frameworm.errors import ModelError
 from frameworm.models.attention import packed_self_attention, sequence_of_tokens
+from frameworm.models.stream import Residual, as_stream
 
 # Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
 _LARGEST_MEMBERSHIP = 2**26
@@ -35,6 +36,7 @@ class TextClassifier(nn.Module):
         max_seq_len: Longest input in tokens.
         dropout: Dropout after embeddings, attention and feed-forward; attention weights themselves are never dropped.
         pad_id: Token whose embedding stays zero.
+        residual: `half` keeps the stream between the layers in autocast's numbers, where autocast is on.
     """
 
     accepts_packed = True
@@ -50,9 +52,11 @@ class TextClassifier(nn.Module):
         max_seq_len: int = 128,
         dropout: float = 0.1,
         pad_id: int = 0,
+        residual: Residual = "fp32",
     ) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
+        self.residual: Residual = residual
         self.token_embedding = nn.Embedding(vocab_size, d_model, padding_idx=pad_id)
         self.position_embedding = nn.Embedding(max_seq_len, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -91,6 +95,7 @@ class TextClassifier(nn.Module):
         positions = torch.arange(length, device=input_ids.device)
         real = positions < lengths.unsqueeze(1)
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        hidden = as_stream(hidden, self.residual)
         attended = real[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, attended)
@@ -112,6 +117,7 @@ class TextClassifier(nn.Module):
                 f"pack with the model's max_seq_len, {self.max_seq_len}"
             )
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        hidden = as_stream(hidden, self.residual)
         for layer in self.layers:
             hidden = layer(hidden, None, offsets, self.max_seq_len)
         logits: Tensor = self.head(_mean_per_text(self.norm(hidden), offsets[: texts + 1]))

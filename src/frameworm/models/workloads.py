@@ -106,6 +106,7 @@ def make_text_classifier(
         max_seq_len=settings.max_seq_len,
         dropout=settings.dropout,
         pad_id=pad_id,
+        residual=settings.residual,
     )
 
 

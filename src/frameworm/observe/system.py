@@ -24,6 +24,8 @@ FIRST_INTERVAL_SHARE = 0.2
 EARLY_SAMPLES = 10
 # A rate over less time than this says more about the clock ticks than about the machine.
 SHORTEST_INTERVAL_S = 0.05
+# Rates need two.
+FEWEST_LOOKS = 2
 # Looks that are kept during one step; of longer ones the first are left out.
 MOST_PENDING = 10_000
 
@@ -187,8 +189,8 @@ class _AmidSteps:
         self._pending.append((sample, began))
 
     def end(self) -> None:
-        """Where no look lay between two steps, all of them are better than none."""
-        if not self._figures.count:
+        """Where hardly a look lay between two steps, those after the last are better than none."""
+        if self._figures.count < FEWEST_LOOKS:
             self._flush()
         self._pending.clear()
 

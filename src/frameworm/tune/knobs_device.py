@@ -87,9 +87,8 @@ def _is_gpt(context: Context) -> bool | str:
 
 
 def _residual_applies(context: Context) -> bool | str:
-    told = _is_gpt(context)
-    if told is not True:
-        return told
+    if not hasattr(context.config.model, "residual"):
+        return "only the built-in models have it"
     return context.resolved.gpu.mixed_precision != "off" or "there is no half precision to keep the stream in"
 
 
