@@ -162,6 +162,20 @@ def make_case(name: str) -> Case:
             loss_of=_pair_loss,
             goal_us=120.0,
         )
+    if name == "mlp-wide":
+        return Case(
+            name=name,
+            device=torch.device("cpu"),
+            steps=300,
+            batch_size=32,
+            learning_rate=1e-3,
+            build=lambda: nn.Sequential(
+                nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+            ),
+            make_batch=_mlp_batch,
+            loss_of=_pair_loss,
+            goal_ratio=1.01,
+        )
     if name == "text-cpu":
         sizes = {"d_model": 64, "n_heads": 4, "num_layers": 2, "dim_feedforward": 128, "dropout": 0.0}
         return _text_case(name, "cpu", 30, 64, vocabulary=2048, longest=64, **sizes)
@@ -173,5 +187,5 @@ def make_case(name: str) -> Case:
     return _text_case(name, "cuda", 200, 128, vocabulary=8192, longest=256, goal_ratio=1.01, **sizes)
 
 
-CPU_CASES = ("mlp", "text-cpu")
+CPU_CASES = ("mlp", "mlp-wide", "text-cpu")
 GPU_CASES = ("ag_news", "ag_news_optimized")

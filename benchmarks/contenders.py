@@ -57,6 +57,36 @@ def bare_loop(
         log.add(loss)
 
 
+def monitored_loop(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path
+) -> None:
+    """The bare loop, watched: every phase of every step timed and written down, and the machine looked at."""
+    from frameworm import PerformanceMonitor
+    from frameworm.observe.system import SystemSampler
+
+    log = LossLog(case.device)
+    model.train()
+    monitor = PerformanceMonitor(folder / "steps.jsonl", device=case.device)
+    with SystemSampler(case.device, path=folder / "system.jsonl"):
+        batches = iter(loader)
+        while True:
+            monitor.start_step()
+            with monitor.measure("data_loading_time"):
+                host_batch = next(batches, None)
+            if host_batch is None:
+                break
+            batch = case.to_device(host_batch)
+            optimizer.zero_grad()
+            with monitor.measure("forward_time"):
+                loss = case.loss_of(model, batch)
+            with monitor.measure("backward_time"):
+                loss.backward()
+            with monitor.measure("optimizer_time"):
+                optimizer.step()
+            log.add(loss)
+    monitor.close()
+
+
 def frameworm(
     case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path
 ) -> None:
@@ -144,6 +174,7 @@ BASELINE = "bare"
 CONTENDERS: dict[str, tuple[Train, str | None]] = {
     BASELINE: (bare_loop, None),
     "frameworm": (frameworm, None),
+    "monitored": (monitored_loop, None),
     "lightning": (lightning_barebones, "lightning"),
     "lightning-usual": (lightning_usual, "lightning"),
     "fabric": (fabric, "lightning"),

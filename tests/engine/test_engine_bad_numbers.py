@@ -38,6 +38,20 @@ def trainer(model: nn.Module, run_dir: Path | None = None, **settings: Any) -> T
     return Trainer(model, optimizer, run_dir=run_dir, device="cpu", seed=0, **settings)
 
 
+def test_gradients_too_large_to_be_squared_are_still_numbers() -> None:
+    model, steps = nn.Linear(6, 3), Steps()
+    huge = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-30),
+        lambda model, batch: model(batch[0]).sum() * 1e25,
+        device="cpu",
+        run_dir=None,
+        callbacks=[steps],
+    )
+    huge.train(loader(classification(8)))
+    assert [step.skipped for step in steps.records] == [False, False]
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_bad_step_is_left_out_with_and_without_clipping(clip_norm: float | None) -> None:
     model, plain, steps = mlp(), mlp(), Steps()
