@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,8 +121,22 @@ def _text_batch(batch_size: int, longest: int, vocabulary: int) -> Callable[[tor
     return make
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+def _mlp_case(name: str, steps: int, widths: tuple[int, ...], **goals: float) -> Case:
+    def build() -> nn.Module:
+        layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    return Case(
+        name=name,
+        device=torch.device("cpu"),
+        steps=steps,
+        batch_size=32,
+        learning_rate=1e-3,
+        build=build,
+        make_batch=_mlp_batch,
+        loss_of=_pair_loss,
+        **goals,
+    )
 
 
 def _text_case(
@@ -151,31 +166,9 @@ def _text_case(
 def make_case(name: str) -> Case:
     """A case by name."""
     if name == "mlp":
-        return Case(
-            name=name,
-            device=torch.device("cpu"),
-            steps=600,
-            batch_size=32,
-            learning_rate=1e-3,
-            build=_mlp,
-            make_batch=_mlp_batch,
-            loss_of=_pair_loss,
-            goal_us=120.0,
-        )
+        return _mlp_case(name, 600, (32, 64, 10), goal_us=120.0)
     if name == "mlp-wide":
-        return Case(
-            name=name,
-            device=torch.device("cpu"),
-            steps=300,
-            batch_size=32,
-            learning_rate=1e-3,
-            build=lambda: nn.Sequential(
-                nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-            ),
-            make_batch=_mlp_batch,
-            loss_of=_pair_loss,
-            goal_ratio=1.01,
-        )
+        return _mlp_case(name, 300, (32, 512, 512, 10), goal_ratio=1.01)
     if name == "text-cpu":
         sizes = {"d_model": 64, "n_heads": 4, "num_layers": 2, "dim_feedforward": 128, "dropout": 0.0}
         return _text_case(name, "cpu", 30, 64, vocabulary=2048, longest=64, **sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.config.schema import GPTModelConfig
+from frameworm.config.schema import GPTModelConfig, TextClassifierModelConfig
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Knob
 
@@ -87,7 +87,7 @@ def _is_gpt(context: Context) -> bool | str:
 
 
 def _residual_applies(context: Context) -> bool | str:
-    if not hasattr(context.config.model, "residual"):
+    if not isinstance(context.config.model, (GPTModelConfig, TextClassifierModelConfig)):
         return "only the built-in models have it"
     return context.resolved.gpu.mixed_precision != "off" or "there is no half precision to keep the stream in"
 
