@@ -56,6 +56,7 @@ from live import Gate, Live, Plan, Train
 from peers import run_config
 
 from frameworm.config.load import load_config
+from frameworm.tune.journal import JOURNAL_NAME
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PARTS = ("shipped", "own", "quickstart", "regret")
@@ -90,6 +91,7 @@ SHIPPED = {
     "gpt2": Case("gpt2_124m", 1.5, 3),
 }
 OWN = {"cnn": Case("cnn", OWN_GOAL, 30), "bert": Case("bert", OWN_GOAL, 30)}
+CASES = {**SHIPPED, **OWN}
 OWN_BATCH = {"cnn": 128, "bert": 64}
 SMALL = {"cnn": "{width: 8, size: 16, samples: 512}", "bert": "{width: 64, layers: 1, length: 32, samples: 512}"}
 
@@ -148,6 +150,7 @@ class Session:
                 {key: item[key] for key in ("knob", "label", "status", "reason", "screened")}
                 for item in told["attempts"]
             ],
+            "walls": _walls(out / JOURNAL_NAME),
             "best": str(out / "best.yaml"),
         }
 
@@ -207,8 +210,9 @@ def judged(race: dict[str, Any], one: str, other: str, goal: float) -> dict[str,
 def shipped(session: Session) -> list[list[str]]:
     """From the plain configs of the package."""
     rows = []
-    for name in session.arguments.cases:
-        case = SHIPPED[name]
+    for name, case in SHIPPED.items():
+        if name not in session.arguments.cases:
+            continue
         plain, fast = CONFIGS / f"{case.config}.yaml", CONFIGS / f"{case.config}_fast.yaml"
         overrides = [f"data.root={_data(session, case)}"]
         steps = 3 if session.arguments.smoke else case.steps
@@ -240,6 +244,8 @@ def own(session: Session) -> list[list[str]]:
     """From models of somebody else."""
     rows = []
     for name, case in OWN.items():
+        if name not in session.arguments.cases:
+            continue
         if name == "bert" and find_spec("transformers") is None:
             rows.append([name, "skipped", "transformers is not installed", "", ""])
             continue
@@ -314,6 +320,17 @@ def regret(session: Session) -> list[list[str]]:
     return rows
 
 
+def _walls(journal: Path) -> list[dict[str, Any]]:
+    """What each trial and proof of a search took."""
+    events = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    labels = {(event["kind"], event["id"]): event["label"] for event in events if event["event"] == "begin"}
+    return [
+        {"kind": event["kind"], "label": labels[event["kind"], event["id"]], "wall_s": event["wall_s"]}
+        for event in events
+        if event["event"] == "end"
+    ]
+
+
 def _goal_text(goal: dict[str, Any]) -> str:
     if "value" not in goal:
         return "failed"
@@ -343,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", type=names_among(PARTS), help="default: all that suit the device")
-    parser.add_argument("--cases", type=names_among(SHIPPED), default=list(SHIPPED))
+    parser.add_argument("--cases", type=names_among(CASES), default=list(CASES), help="of the parts shipped and own")
     parser.add_argument("--data", default=os.environ.get("FRAMEWORM_DATA"))
     parser.add_argument("--budget", default="8m", help="of each search")
     parser.add_argument("--trials", type=int, help="most trials and proofs of each search")
