@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frameworm.models.grouped_attention import grouped_attention
+from frameworm.models.short_attention import short_attention, suits_short_kernels
 
 _WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
 
@@ -51,6 +52,8 @@ def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causa
     """The same for queries, keys and values that lie side by side: [tokens, 3, heads, width of a head]."""
     if _may_look(offsets):
         return grouped_attention(heads, offsets, causal)
+    if suits_short_kernels(heads, max_length) and _flash_allowed():
+        return short_attention(heads, offsets, max_length, causal)
     query, key, value = heads.unbind(1)
     return packed_attention(query, key, value, offsets, max_length, causal)
 
