@@ -203,7 +203,7 @@ def test_auto_captures_a_small_step_and_says_what_it_found(tmp_path: Path) -> No
     shares = sum(phase.share for phase in record.phases.values())
     assert abs(shares - 1) < 0.02
     assert record.phases["forward"].share > 0.0
-    assert record.phases["backward"].share > 0.02
+    assert record.phases["backward"].share > 0.0
 
 
 class Asks(nn.Module):
