@@ -41,14 +41,16 @@ def untouched_log() -> None:
 
 
 @pytest.fixture(autouse=True)
-def waiting_allowed_again(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A GPU test that forbade waiting for the device and failed does not take the tests after it along."""
+def switches_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU test that forbade waiting for the device, or whose trainer chose TF32, does not take others along."""
     yield
     if request.node.get_closest_marker("gpu") is not None:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.benchmark = False
 
 
 def kill_tree(pid: int) -> None:
