@@ -128,8 +128,8 @@ class TrialRunner:
             return TrialResult(failure=_told(error.failure, by_budget), details=details)
         if self._usual_s is None:
             self._usual_s = time.monotonic() - began
-        # What its start took beyond its steps; the last of those that warmed it up may have been cold themselves.
-        step_s = min(step_s, median(windows) * warm.samples / len(warm.notes))
+        # What its start took beyond its steps, as they were once it was warm.
+        step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
         details.update(step_s=step_s, **{key: told[key] for key in told if key not in ("verdict", "findings")})
         refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
