@@ -28,6 +28,7 @@ class Classifier(nn.Module):
         self.second = nn.Linear(32, 4)
         self._trick = trick
         self._pause_s = pause_s
+        self._calls = 0
         if trick == "freeze":
             self.first.requires_grad_(False)
 
@@ -36,6 +37,9 @@ class Classifier(nn.Module):
         trick = self._trick
         if trick == "crash":
             raise RuntimeError("planted")
+        self._calls += 1
+        if trick == "stumble" and self._calls == 2:
+            time.sleep(0.5)
         if trick == "hang":
             time.sleep(600)
         if trick == "hog":

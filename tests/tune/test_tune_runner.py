@@ -66,6 +66,18 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
     assert not _trials_left()
 
 
+@pytest.mark.parametrize(("trick", "ended"), [("stumble", False), ("none", True)])
+def test_one_slow_step_does_not_end_a_trial_but_several_do(runner: TrialRunner, trick: str, ended: bool) -> None:
+    pause_s = 1e-3 if trick == "stumble" else 2e-2
+    limit_s = 5e-3  # of a sample; the slow step takes 32 ms for each
+    result = runner.run_trial(
+        TrialRequest(trick, tricky_config(trick, pause_s), trick, keep_going=lambda windows: min(windows) < limit_s)
+    )
+    assert result.failure is None
+    assert result.stopped_early == ended
+    assert len(result.seconds_per_sample) == (1 if ended else QUICK.windows)
+
+
 @pytest.mark.timing
 def test_first_steps_of_widths_are_start_up_and_not_the_pace(tmp_path: Path) -> None:
     pause_s, first_s, widths = 0.03, 0.12, 24

@@ -22,8 +22,9 @@ from frameworm.tune.sample_hash import add_hashes
 from frameworm.tune.warmth import Warmth
 
 _NOT_CAPTURED = "the step was not captured"
-# The second step may be slower than later ones, but not by this much where nothing is compiled.
+# The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
 _SLOW_START = 3.0
+_FIRST_LOOKS = 3
 # No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
 _MOST_OF_BUDGET = 0.4
 _LEAST_S = 30.0
@@ -112,9 +113,8 @@ class TrialRunner:
         try:
             with self._live(request.config, folder, deadline) as live:
                 live.stand()
-                first = self._first_figure(live, request.config)
-                if first is not None and not request.keep_going([first / _SLOW_START]):
-                    return TrialResult((first,), stopped_early=True, details=details)
+                if (slow := self._slow_start(live, request)) is not None:
+                    return TrialResult((slow,), stopped_early=True, details=details)
                 step_s, warm = self._warm(live, deadline)
                 for count in range(1, self._effort.windows + 1):
                     windows.append(self._window(live, step_s, request.config))
@@ -250,13 +250,19 @@ class TrialRunner:
             left_s = min(max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s), max(timeout_s, 1.0))
         return time.monotonic() + min(limit_s, left_s), left_s < limit_s
 
-    def _first_figure(self, live: Live, config: Config) -> float | None:
-        """Seconds per sample of the second step; None where it may compile or capture, or its shapes are new."""
-        stand = live.go(0, 1, watched=True)
-        if _prepares(config) or not stand.notes[0].visits:
-            return None
-        assert stand.seconds is not None
-        return stand.seconds / max(1, stand.samples)
+    def _slow_start(self, live: Live, request: TrialRequest) -> float | None:
+        """Seconds per sample of the quickest of a few first steps, where all are so slow that the trial may end."""
+        figures = []
+        for _ in range(_FIRST_LOOKS):
+            stand = live.go(0, 1, watched=True)
+            # It may compile or capture, or its shapes are new.
+            if _prepares(request.config) or not stand.notes[0].visits:
+                return None
+            assert stand.seconds is not None
+            figures.append(stand.seconds / max(1, stand.samples))
+            if request.keep_going([figures[-1] / _SLOW_START]):
+                return None
+        return min(figures)
 
     def _warm(self, live: Live, deadline: float) -> tuple[float, Stand]:
         """Go on until it gets no faster any more and its steps look warm; seconds per step, and where it stood then."""
