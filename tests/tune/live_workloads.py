@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.guard.proof import Mathematics
+from frameworm.models.workloads import Workload
 from frameworm.tune.knobs import Knob
 
 SAMPLES, FEATURES = 512, 16
@@ -27,6 +28,7 @@ class Classifier(nn.Module):
         self.second = nn.Linear(32, 4)
         self._trick = trick
         self._pause_s = pause_s
+        self._calls = 0
         if trick == "freeze":
             self.first.requires_grad_(False)
 
@@ -35,6 +37,9 @@ class Classifier(nn.Module):
         trick = self._trick
         if trick == "crash":
             raise RuntimeError("planted")
+        self._calls += 1
+        if trick == "stumble" and self._calls == 2:
+            time.sleep(0.5)
         if trick == "hang":
             time.sleep(600)
         if trick == "hog":
@@ -62,6 +67,39 @@ def workload(config: Config) -> tuple[Any, ...]:
     model = Classifier(trick, given.get("pause_s", 0.0))
     loss = half_loss if trick == "half" else nn.CrossEntropyLoss()
     return model, TensorDataset(inputs, labels), None, loss
+
+
+class Widths(nn.Module):
+    """Takes a while over every batch, and longer over the first of each width."""
+
+    def __init__(self, pause_s: float, first_s: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+        self._pause_s = pause_s
+        self._first_s = first_s
+        self._seen: set[int] = set()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Class scores."""
+        width = inputs.shape[1]
+        time.sleep(self._pause_s if width in self._seen else self._pause_s + self._first_s)
+        self._seen.add(width)
+        scores: Tensor = self.layer(inputs.mean(1, keepdim=True))
+        return scores
+
+
+def as_wide_as_the_first(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """A batch of the first sample's width."""
+    width = len(samples[0][0])
+    rows = [nn.functional.pad(row, (0, width))[:width] for row, _ in samples]
+    return torch.stack(rows), torch.tensor([label for _, label in samples])
+
+
+def widths(config: Config) -> Workload:
+    """Batches of many widths."""
+    given = config.model.model_dump()
+    data = [(torch.full((1 + index % given["widths"],), 0.5), index % 4) for index in range(SAMPLES)]
+    return Workload(Widths(given["pause_s"], given["first_s"]), data, None, nn.CrossEntropyLoss(), as_wide_as_the_first)
 
 
 def tricky_config(trick: str = "none", pause_s: float = 1e-3) -> Config:

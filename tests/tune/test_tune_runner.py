@@ -26,7 +26,9 @@ from frameworm.tune.sample_hash import batch_hash
 from frameworm.tune.tuner import tune
 
 # Enough to see a factor of two; tests share their machine.
-QUICK = Effort(window_s=0.1, windows=3, pairs=6, warm_windows=2, learn_steps=(16, 16), references=1, limit_s=60.0)
+QUICK = Effort(
+    window_s=0.1, windows=3, pairs=6, warm_s=2.0, warm_windows=2, learn_steps=(16, 16), references=1, limit_s=60.0
+)
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +66,45 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
     assert not _trials_left()
 
 
+@pytest.mark.parametrize(("trick", "ended"), [("stumble", False), ("none", True)])
+def test_one_slow_step_does_not_end_a_trial_but_several_do(runner: TrialRunner, trick: str, ended: bool) -> None:
+    pause_s = 1e-3 if trick == "stumble" else 2e-2
+    limit_s = 5e-3  # of a sample; the slow step takes 32 ms for each
+    result = runner.run_trial(
+        TrialRequest(trick, tricky_config(trick, pause_s), trick, keep_going=lambda windows: min(windows) < limit_s)
+    )
+    assert result.failure is None
+    assert result.stopped_early == ended
+    assert len(result.seconds_per_sample) == (1 if ended else QUICK.windows)
+
+
+@pytest.mark.timing
+def test_first_steps_of_widths_are_start_up_and_not_the_pace(tmp_path: Path) -> None:
+    pause_s, first_s, widths = 0.03, 0.12, 24
+    config = load_config_from_mapping(
+        {
+            "name": "widths",
+            "workload": "live_workloads:widths",
+            "model": {"pause_s": pause_s, "first_s": first_s, "widths": widths},
+            "data": {"num_workers": 0},
+            "training": {"epochs": 4, "global_batch": 2, "cpu_threads": 1},
+            "gpu": {"device": "cpu"},
+        },
+        environ={},
+    )
+    # The second step is of a new width, and so no reason to end the trial.
+    result = TrialRunner(tmp_path).run_trial(
+        TrialRequest("widths", config, "widths", keep_going=lambda windows: min(windows) < 0.6 * pause_s)
+    )
+    assert result.failure is None
+    assert not result.stopped_early
+    step_s = 2 * result.sample_s
+    assert pause_s <= step_s <= 1.1 * pause_s
+    assert result.setup_s is not None
+    # One width or another may come late.
+    assert 0.9 * widths * first_s < result.setup_s < widths * first_s + 3
+
+
 @pytest.mark.parametrize(
     ("trick", "kind"), [("crash", "crash"), ("die", "crash"), ("hog", "oom"), ("hang", "hang")], ids=str
 )
@@ -74,6 +115,7 @@ def test_what_goes_wrong_is_classified(runner: TrialRunner, trick: str, kind: st
     )
     assert result.failure is not None
     assert result.failure.kind == kind
+    assert ("the budget leaves it no more" in result.failure.reason) == (trick == "hang")
     assert time.monotonic() - began < (40 if trick == "hang" else 7), "an end is noticed when it comes"
     assert not _trials_left()
 

@@ -21,7 +21,7 @@ FAILURES = {
     "oom": "out of memory",
     "capture_refused": "capture refused",
     "crash": "crashed",
-    "hang": "hung",
+    "hang": "out of time",
     "not_applicable": "does not apply",
 }
 

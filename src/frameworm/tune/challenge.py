@@ -48,6 +48,7 @@ class Challenge:
         self._allow_approximate = allow_approximate
         self._minimum_gain = minimum_gain
         self._tell = tell
+        self._unpaid: set[str] = set()
 
     def why_not(self, candidate: Candidate, setup_s: float) -> str | None:
         """Why a candidate is not worth a trial."""
@@ -75,6 +76,7 @@ class Challenge:
                 attempt.reason = f"no gain: {attempt.screened:.3f} x"
             elif (cost := self._not_paid_back(trial)) is not None:
                 attempt.reason = cost
+                self._unpaid |= set(candidate.knob.split("+"))
             else:
                 attempt.status, attempt.reason = "inconclusive", f"{attempt.screened:.3f} x in its trial, not proved"
         self.report(f"{candidate.label}: {attempt.reason}")
@@ -152,6 +154,10 @@ class Challenge:
         """Whether a proof found that the knob, alone, changes what is learned."""
         own = [item for item in self.result.attempts if item.knob == knob.name]
         return any(item.proof is not None and not only_gain_failed(item) for item in own)
+
+    def does_not_pay(self, knob: Knob) -> bool:
+        """Whether its start was not paid back where it was faster: there is less to save after every other change."""
+        return knob.setup_s > 0 and knob.name in self._unpaid
 
     def has_failed(self, knob: Knob) -> bool:
         """Whether a trial or proof of the knob, alone, gave no figure."""

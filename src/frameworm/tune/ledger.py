@@ -31,6 +31,8 @@ log = logging.getLogger("frameworm")
 
 # A trial that was under way so often when the search died is taken to be what killed it.
 _DEADLY = 2
+# Once a change that has to be compiled is accepted, all that follow compile too.
+_LATELY = 3
 
 Outcome = TypeVar("Outcome", TrialResult, ProofResult)
 
@@ -77,9 +79,9 @@ class Ledger:
         return len(self._seen)
 
     def usual_s(self, kind: str) -> float:
-        """What a trial or proof takes; proofs are two runs until one was made."""
+        """What a trial or proof takes lately; proofs are two runs until one was made."""
         if self._walls[kind]:
-            return median(self._walls[kind])
+            return median(self._walls[kind][-_LATELY:])
         return 2 * self.usual_s("trial") if kind == "proof" else 0.0
 
     def trial(

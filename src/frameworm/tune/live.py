@@ -17,6 +17,7 @@ from frameworm.tune.batch_trial import TrialJob
 from frameworm.tune.family import RankEnd, free_port, judge, remove
 from frameworm.tune.live_rank import Go, LiveJob, run_live
 from frameworm.tune.outcomes import Failure, FailureKind
+from frameworm.tune.warmth import StepNote
 from frameworm.tune.zygote import BAD_FORK, stop_forking, warm_up
 
 _LOG_TAIL = 4000
@@ -41,12 +42,16 @@ class Stand:
         samples: Of the window, over all ranks.
         done: Steps so far.
         age_s: Time since the process began, less what it stood.
+        ahead_s: How long the device was still busy after the last step.
+        notes: The window's steps, where they were watched; of several ranks the slowest.
     """
 
     seconds: float | None
     samples: int
     done: int
     age_s: float
+    ahead_s: float = 0.0
+    notes: tuple[StepNote, ...] = ()
 
 
 class Live:
@@ -121,11 +126,17 @@ class Live:
         stands = self._expect("stand")
         seconds = [item["seconds"] for item in stands if item["seconds"] is not None]
         age_s = max(item["age_s"] for item in stands)
-        return Stand(max(seconds, default=None), stands[0]["samples"], stands[0]["done"], age_s)
+        ahead_s = min(item["ahead_s"] for item in stands)
+        notes = [
+            StepNote(max(note.host_s for note in step), min(note.visits for note in step))
+            for step in zip(*(item["notes"] for item in stands))
+        ]
+        first = stands[0]
+        return Stand(max(seconds, default=None), first["samples"], first["done"], age_s, ahead_s, tuple(notes))
 
-    def go(self, lead_in: int, steps: int) -> Stand:
-        """One window; see `stand`."""
-        self._send(Go(lead_in, steps))
+    def go(self, lead_in: int, steps: int, *, watched: bool = False) -> Stand:
+        """One window; see `stand`. With `watched` its steps are told one by one."""
+        self._send(Go(lead_in, steps, watched))
         return self.stand()
 
     def finish(self) -> list[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import Config
+from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage
 from frameworm.engine.run import build_loader, resolve_here, train_workload
@@ -28,6 +30,7 @@ from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.tune.batch_data import sample_count
 from frameworm.tune.batch_trial import TrialJob, describe_failure, few_threads, rank_variables, settle_rank
 from frameworm.tune.sample_hash import add_hashes, batch_hash
+from frameworm.tune.warmth import StepNote
 from frameworm.tune.zygote import BAD_FORK
 
 FIRST_STEPS = 1  # before it stands for the first time
@@ -37,10 +40,11 @@ _REFUSALS = (ConfigError, DeviceError, MissingPackageError)
 
 
 class Go(NamedTuple):
-    """The parent's word: so many steps that are not timed, then so many that are."""
+    """The parent's word: so many steps that are not timed, then so many that are, each by itself if watched."""
 
     lead_in: int
     steps: int
+    watched: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
 
 
 class LiveGate(Gate):
-    """Stands after the first steps and after every window, and tells how long the window took."""
+    """Stands after the first steps and after every window, and tells how long the window took.
+
+    Steps are watched while the run warms up: what each took on the host, and how often its shapes had come before.
+    A step that is measured is not: to look at a batch takes microseconds, and the shortest steps have few hundred.
+    """
 
     def __init__(self, link: Connection, device: torch.device, born: float) -> None:
         self._link = link
@@ -108,30 +116,52 @@ class LiveGate(Gate):
         self._stop_at = FIRST_STEPS
         self._begun: float | None = None
         self._samples = 0
+        self._watched = True
+        self._visits: Counter[Hashable] = Counter()
+        self._admitted: tuple[float, int] | None = None
+        self._notes: list[StepNote] = []
 
     def enter(self, step: int) -> Passage:
         """Begin or end a window if one begins or ends here."""
         done = step - 1
         waited = False
+        if self._admitted is not None:
+            since, visits = self._admitted
+            self._notes.append(StepNote(perf_counter() - since, visits))
+            self._admitted = None
         if done == self._stop_at:
+            ahead_since = perf_counter()
             now = self._now()
-            seconds = None if self._begun is None else now - self._begun
-            age_s = now - self._born - self._stood_s
-            self._link.send(("stand", {"seconds": seconds, "samples": self._samples, "done": done, "age_s": age_s}))
+            told = {
+                "seconds": None if self._begun is None else now - self._begun,
+                "samples": self._samples,
+                "done": done,
+                "age_s": now - self._born - self._stood_s,
+                "ahead_s": now - ahead_since,
+                "notes": self._notes,
+            }
+            self._link.send(("stand", told))
             word = self._receive()
             self._stood_s += perf_counter() - now
             if word is None:
                 return "end"
             self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
+            self._watched = word.watched
             waited = True
         if done == self._start_at:
             self._samples = 0
+            self._notes = []
             self._begun = self._now()
         return "waited" if waited else "go"
 
     def admit(self, batch: StepBatch) -> None:
-        """Count what goes in."""
+        """Count what goes in, and look at it while the run warms up."""
         self._samples += batch.global_samples
+        if self._watched:
+            shapes = tuple([tensor.shape for micro in batch.batches for tensor in tensors_in(micro)])
+            visits = self._visits[shapes]
+            self._visits[shapes] = visits + 1
+            self._admitted = (perf_counter(), visits)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

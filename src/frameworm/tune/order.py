@@ -1,4 +1,4 @@
-"""Which knob is turned next: what the verdict names, then what promises most."""
+"""Which knob is turned next: what the verdict names, then what promises most for what it costs to find out."""
 
 from __future__ import annotations
 
@@ -10,16 +10,45 @@ from frameworm.tune.context import Context
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.outcomes import TrialResult
 
+# An ordinary knob's trial on a machine that nothing is known of yet.
+_LEAST_COST_S = 1.0
+
 
 class Promise(NamedTuple):
-    """Why a knob is next; larger is sooner."""
+    """Why a knob is next: what it may gain for what finding out costs."""
 
     by_verdict: int  # 2: a remedy of the verdict names it, 1: the verdict suggests it
     gain: float
     why: str
+    cost_s: float = _LEAST_COST_S
+    usual_gain: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, float, float]:
+        """Larger is sooner: the verdict first, then gain per second, then what such a change usually brings."""
+        return self.by_verdict, self.gain / self.cost_s, self.usual_gain
 
 
-def promise_of(knob: Knob, candidates: Sequence[Candidate], context: Context, result: TrialResult) -> Promise:
+def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float) -> float:
+    """Seconds until it is known what a knob brings.
+
+    Args:
+        knob: The knob.
+        values: How many of its values would be tried.
+        trial_s: What a trial usually takes.
+        proof_s: What a proof usually takes.
+    """
+    # Each trial and the proof pay for its start once more.
+    return max(_LEAST_COST_S, values * (trial_s + knob.setup_s) + proof_s + knob.setup_s)
+
+
+def promise_of(
+    knob: Knob,
+    candidates: Sequence[Candidate],
+    context: Context,
+    result: TrialResult,
+    cost_s: float = _LEAST_COST_S,
+) -> Promise:
     """What a knob promises after a run.
 
     Args:
@@ -27,19 +56,22 @@ def promise_of(knob: Knob, candidates: Sequence[Candidate], context: Context, re
         candidates: Its values here.
         context: The config that was run.
         result: The run.
+        cost_s: See `cost_of`.
     """
-    best = Promise(0, knob.gain(context), "usual gain")
+    usual = knob.gain(context)
+    best = Promise(0, usual, "usual gain", cost_s, usual)
+    present = knob.position_of(context) if knob.ordered else None
     for finding in result.findings:
         code = str(finding.get("code"))
-        named = any(_names(remedy, candidates) for remedy in finding.get("remedies") or ())
+        named = any(_names(remedy, candidates, present) for remedy in finding.get("remedies") or ())
         if not named and code not in knob.suggested_by:
             continue
         first = (2 if named else 1) if code == result.verdict else 0
         gain = max(best.gain, _gain_of(finding) * (1.0 if named else 0.5))
         if (first, gain) > (best.by_verdict, best.gain) or best.why == "usual gain":
-            best = Promise(max(first, best.by_verdict), gain, code)
+            best = best._replace(by_verdict=max(first, best.by_verdict), gain=gain, why=code)
     if best.by_verdict == 0 and result.verdict in knob.suggested_by:
-        best = Promise(1, max(best.gain, 1e-6), str(result.verdict))
+        best = best._replace(by_verdict=1, gain=max(best.gain, 1e-6), why=str(result.verdict))
     return best
 
 
@@ -62,8 +94,13 @@ def _distance(one: float, other: float) -> float:
     return large / small if small > 0 else 1.0 + large - small
 
 
-def _names(remedy: Mapping[str, Any], candidates: Sequence[Candidate]) -> bool:
-    return any(str(remedy.get("knob")) in candidate.changes for candidate in candidates)
+def _names(remedy: Mapping[str, Any], candidates: Sequence[Candidate], present: float | None) -> bool:
+    """Whether a remedy names one of these values; on a scale, one on the side of the present that it points to."""
+    named = [candidate for candidate in candidates if str(remedy.get("knob")) in candidate.changes]
+    wanted = known(remedy.get("value"))
+    if present is None or wanted is None:
+        return bool(named)
+    return any((candidate.position - present) * (wanted - present) > 0 for candidate in named)
 
 
 def _gain_of(finding: Mapping[str, Any]) -> float:

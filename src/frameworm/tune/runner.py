@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from frameworm.config.schema import Config
@@ -18,16 +19,23 @@ from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, StepE
 from frameworm.tune.live import Live, LiveError, Stand
 from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
 from frameworm.tune.sample_hash import add_hashes
+from frameworm.tune.warmth import Warmth
 
 _NOT_CAPTURED = "the step was not captured"
-# The second step may be slower than later ones, but not by this much where nothing is compiled.
+# The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
 _SLOW_START = 3.0
+_FIRST_LOOKS = 3
 # No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
 _MOST_OF_BUDGET = 0.4
 _LEAST_S = 30.0
 # Nor more than so many times what one took before, where it has nothing to compile.
 _MOST_TIMES = 5.0
 _LEAST_TIMES_S = 15.0
+# Warming up takes no more than this share of the time that is left, no window of it more than this, and a window that
+# takes so many times what its steps took before has met something else.
+_MOST_TO_WARM = 0.25
+_LONGEST_S = 2.0
+_EXPECTED = 2.0
 # The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
 _START_S = 1.0
 _MARGIN = 1.3
@@ -42,7 +50,8 @@ class Effort:
         windows: Windows of a trial.
         pairs: Pairs of windows of a proof.
         more_pairs: Once so many more where the first leave a gain open.
-        warm_windows: Most windows until it gets no faster any more; not counted.
+        warm_s: How long it may take until it gets no faster any more and single steps look warm; not counted.
+        warm_windows: So many windows may be needed for the former even if they take longer, as compiling does.
         learn_s: How long one learning should take, of the config before the change.
         learn_steps: Fewest and most steps of it.
         references: Learnings from moved weights.
@@ -53,6 +62,7 @@ class Effort:
     windows: int = 5
     pairs: int = 10
     more_pairs: int = 15
+    warm_s: float = 12.0
     warm_windows: int = 8
     learn_s: float = 2.0
     learn_steps: tuple[int, int] = (16, 48)
@@ -94,18 +104,18 @@ class TrialRunner:
         folder = self._folder / "trials" / request.id
         details: dict[str, Any] = {"log": str(folder)}
         began = time.monotonic()
-        deadline = self._deadline(request.timeout_s, 1)
+        deadline, by_budget = self._deadline(request.timeout_s, 1)
         if self._usual_s is not None and not _prepares(request.config):
-            deadline = min(deadline, began + max(_LEAST_TIMES_S, _MOST_TIMES * self._usual_s))
+            usual = began + max(_LEAST_TIMES_S, _MOST_TIMES * self._usual_s)
+            deadline, by_budget = min((deadline, by_budget), (usual, False))
         windows: list[float] = []
         stopped_early = False
         try:
             with self._live(request.config, folder, deadline) as live:
                 live.stand()
-                first = self._first_figure(live, request.config)
-                if first is not None and not request.keep_going([first / _SLOW_START]):
-                    return TrialResult((first,), stopped_early=True, details=details)
-                step_s, setup_s = self._warm(live)
+                if (slow := self._slow_start(live, request)) is not None:
+                    return TrialResult((slow,), stopped_early=True, details=details)
+                step_s, warm = self._warm(live, deadline)
                 for count in range(1, self._effort.windows + 1):
                     windows.append(self._window(live, step_s, request.config))
                     # One window alone may have met somebody else's work.
@@ -115,9 +125,12 @@ class TrialRunner:
                 told = live.finish()[0]
         except LiveError as error:
             self.forget_compiled()
-            return TrialResult(failure=error.failure, details=details)
+            return TrialResult(failure=_told(error.failure, by_budget), details=details)
         if self._usual_s is None:
             self._usual_s = time.monotonic() - began
+        # What its start took beyond its steps, as they were once it was warm.
+        step_s = median(windows) * warm.samples / len(warm.notes)
+        setup_s = max(0.0, warm.age_s - warm.done * step_s)
         details.update(step_s=step_s, **{key: told[key] for key in told if key not in ("verdict", "findings")})
         refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
         if request.config.gpu.capture == "step" and refused:
@@ -130,7 +143,7 @@ class TrialRunner:
         """Measure two configs in turns, and compare what they learn if that is worth while."""
         folder = self._folder / "proofs" / request.id
         details: dict[str, Any] = {"log": str(folder)}
-        deadline = self._deadline(request.timeout_s, 2)
+        deadline, by_budget = self._deadline(request.timeout_s, 2)
         try:
             windows, step_s = self._take_turns(request, folder, deadline)
             details["windows"] = [list(window) for window in windows]
@@ -142,7 +155,7 @@ class TrialRunner:
                 proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
         except LiveError as error:
             self.forget_compiled()
-            return ProofResult(failure=error.failure, details=details)
+            return ProofResult(failure=_told(error.failure, by_budget), details=details)
         return ProofResult(proof, details=details)
 
     def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
@@ -157,8 +170,8 @@ class TrialRunner:
         ):
             before.stand()
             after.stand()
-            before_s, _ = self._warm(before)
-            after_s, _ = self._warm(after)
+            before_s, _ = self._warm(before, deadline)
+            after_s, _ = self._warm(after, deadline)
             sides: list[tuple[Side, Live, float, Config]] = [
                 ("before", before, before_s, request.baseline),
                 ("after", after, after_s, request.candidate),
@@ -229,36 +242,52 @@ class TrialRunner:
             whole_epoch=whole_epoch,
         )
 
-    def _deadline(self, timeout_s: float | None, parts: int) -> float:
+    def _deadline(self, timeout_s: float | None, parts: int) -> tuple[float, bool]:
+        """When it must be done, and whether it is the budget that says so."""
         limit_s = parts * self._effort.limit_s
+        left_s = math.inf
         if timeout_s is not None:
-            share_s = max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s)
-            limit_s = min(limit_s, share_s, max(timeout_s, 1.0))
-        return time.monotonic() + limit_s
+            left_s = min(max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s), max(timeout_s, 1.0))
+        return time.monotonic() + min(limit_s, left_s), left_s < limit_s
 
-    def _first_figure(self, live: Live, config: Config) -> float | None:
-        """Seconds per sample of the second step; None where it may compile or capture."""
-        stand = live.go(0, 1)
-        if _prepares(config):
-            return None
-        assert stand.seconds is not None
-        return stand.seconds / max(1, stand.samples)
+    def _slow_start(self, live: Live, request: TrialRequest) -> float | None:
+        """Seconds per sample of the quickest of a few first steps, where all are so slow that the trial may end."""
+        figures = []
+        for _ in range(_FIRST_LOOKS):
+            stand = live.go(0, 1, watched=True)
+            # It may compile or capture, or its shapes are new.
+            if _prepares(request.config) or not stand.notes[0].visits:
+                return None
+            assert stand.seconds is not None
+            figures.append(stand.seconds / max(1, stand.samples))
+            if request.keep_going([figures[-1] / _SLOW_START]):
+                return None
+        return min(figures)
 
-    def _warm(self, live: Live) -> tuple[float, float]:
-        """Go on until it gets no faster any more; seconds per step, and what its start took beyond its steps."""
-        step_s, _ = _per_step(live.go(0, 2), 2)
-        for _ in range(self._effort.warm_windows):
-            steps = self._steps(step_s)
-            now_s, stand = _per_step(live.go(0, steps), steps)
-            settled = now_s > 0.9 * step_s
-            step_s = now_s
-            if settled:
-                break
-        return step_s, max(0.0, stand.age_s - stand.done * step_s)
+    def _warm(self, live: Live, deadline: float) -> tuple[float, Stand]:
+        """Go on until it gets no faster any more and its steps look warm; seconds per step, and where it stood then."""
+        warmth, window_s = Warmth(), self._effort.window_s
+        until: float | None = None
+        steps, step_s, number = 2, math.inf, 0
+        while True:
+            stand = live.go(0, steps, watched=True)
+            assert stand.seconds is not None
+            now = time.monotonic()
+            if until is None:
+                until = now + min(self._effort.warm_s, _MOST_TO_WARM * (deadline - now))
+            # What it took beyond all expectation, as compiling does, is not counted.
+            until += max(0.0, stand.seconds - _EXPECTED * steps * step_s)
+            step_s = stand.seconds / steps
+            state = warmth.look(stand.seconds, stand.notes, stand.ahead_s)
+            if state == "warm" or (now >= until and (state == "cold" or number >= self._effort.warm_windows)):
+                return step_s, stand
+            if state == "cold":
+                window_s = max(self._effort.window_s, min(2 * window_s, until - now, _LONGEST_S))
+            steps, number = self._steps(step_s, window_s), number + 1
 
     def _window(self, live: Live, step_s: float, config: Config) -> float:
         """Seconds per sample."""
-        steps = self._steps(step_s)
+        steps = self._steps(step_s, self._effort.window_s)
         workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
         # What the loader has made ready meanwhile is used up before the clock starts.
         lead_in = max(1, steps // 10, min(workers * config.data.prefetch_factor, steps))
@@ -266,8 +295,8 @@ class TrialRunner:
         assert stand.seconds is not None
         return stand.seconds / max(1, stand.samples)
 
-    def _steps(self, step_s: float) -> int:
-        return max(2, math.ceil(self._effort.window_s / max(step_s, 1e-6)))
+    def _steps(self, step_s: float, window_s: float) -> int:
+        return max(2, math.ceil(window_s / max(step_s, 1e-6)))
 
 
 def _is_open(windows: Sequence[Window]) -> bool:
@@ -276,9 +305,11 @@ def _is_open(windows: Sequence[Window]) -> bool:
     return speedup is not None and speedup.low <= 1 < speedup.value - MINIMUM_GAIN
 
 
-def _per_step(stand: Stand, steps: int) -> tuple[float, Stand]:
-    assert stand.seconds is not None
-    return stand.seconds / steps, stand
+def _told(failure: Failure, by_budget: bool) -> Failure:
+    """A failure in the words of a search: what the budget cuts short need not have hung."""
+    if failure.kind != "hang" or not by_budget:
+        return failure
+    return replace(failure, reason=f"{failure.reason}, and the budget leaves it no more")
 
 
 def _prepares(config: Config) -> bool:

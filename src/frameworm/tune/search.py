@@ -16,7 +16,7 @@ from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.ledger import BudgetSpentError, Ledger
-from frameworm.tune.order import Promise, in_order, promise_of
+from frameworm.tune.order import Promise, cost_of, in_order, promise_of
 from frameworm.tune.outcomes import Budget, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
@@ -99,16 +99,18 @@ class Search:
             self._turn(*following)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
-        """The knob that promises most, of those not turned yet."""
+        """The knob that promises most for its cost, of those not turned yet."""
         open_ones = []
         for knob in self._knobs.values():
             if knob.name in self._tried or knob.why_not(self._challenge.context) is not None:
                 continue
             candidates = self._possible(knob)
-            promise = promise_of(knob, candidates, self._challenge.context, self._challenge.best)
+            ledger = self._challenge.ledger
+            cost_s = cost_of(knob, len(candidates), ledger.usual_s("trial"), ledger.usual_s("proof"))
+            promise = promise_of(knob, candidates, self._challenge.context, self._challenge.best, cost_s)
             if candidates and promise.gain > 0:
                 open_ones.append((knob, candidates, promise))
-        return max(open_ones, key=lambda item: item[2][:2], default=None)
+        return max(open_ones, key=lambda item: item[2].rank, default=None)
 
     def _possible(self, knob: Knob) -> list[Candidate]:
         found = knob.candidates(self._challenge.context)
@@ -148,14 +150,41 @@ class Search:
     # Several knobs
 
     def _turn_together(self) -> None:
-        """Pairs that work together, where each alone failed or was not worth it."""
+        """Pairs that work together, where each alone failed or was not worth it; what one makes possible comes next."""
+        accepted = True
+        while accepted:
+            accepted = False
+            for knob, other, bundle in self._pairs():
+                if self._try_alone(bundle, "together", knob.setup_s + other.setup_s):
+                    self._turn_all()
+                    accepted = True
+                    break
+
+    def _pairs(self) -> list[tuple[Knob, Knob, Candidate]]:
+        """Pairs worth a trial, those first whose figures alone speak least against them."""
+        found: list[tuple[float, Knob, Knob, Candidate]] = []
         for knob in self._knobs.values():
             for other in (self._knobs[name] for name in knob.partners if name in self._knobs):
-                if self._is_settled(knob) or self._is_settled(other):
+                if any(self._is_settled(item) or not self._is_asked_for(item) for item in (knob, other)):
                     continue
                 bundle = next(self._bundles(knob, other), None)
-                if bundle is not None and not self._challenge.has_tried(bundle):
-                    self._try_alone(bundle, "together", knob.setup_s + other.setup_s)
+                known = [pair.changes for _, _, _, pair in found]
+                if bundle is not None and bundle.changes not in known and not self._challenge.has_tried(bundle):
+                    found.append((self._figure(knob) * self._figure(other), knob, other, bundle))
+        found.sort(key=lambda item: -item[0])
+        return [(knob, other, bundle) for _, knob, other, bundle in found]
+
+    def _figure(self, knob: Knob) -> float:
+        """How many times as fast it was alone; what it usually is, where it was not measured."""
+        figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
+        return max(figures, default=1 + knob.gain(self._challenge.context))
+
+    def _is_asked_for(self, knob: Knob) -> bool:
+        """Whether a knob that gains nothing by itself, such as one that saves memory, is needed here."""
+        if knob.gain(self._challenge.context) > 0:
+            return True
+        codes = {str(finding.get("code")) for finding in self._challenge.best.findings}
+        return bool(codes & set(knob.suggested_by)) or any(item.failure == "oom" for item in self.result.attempts)
 
     def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
         """The most promising value of one, with what then is the most promising value of the other."""
@@ -176,7 +205,7 @@ class Search:
         """Knobs that did not pay before others were turned, and nearly did or work together with those."""
         again = []
         for knob in self._knobs.values():
-            if knob.name not in self._tried or self._is_settled(knob):
+            if knob.name not in self._tried or not self._is_open(knob):
                 continue
             since = {item.candidate.knob for item in self.result.accepted[self._tried[knob.name] :]}
             names = {part for name in since for part in name.split("+")}
@@ -186,8 +215,8 @@ class Search:
                 again.append((bool(names & set(knob.partners)), max(figures, default=0.0), knob))
         for _, _, knob in sorted(again, key=lambda item: item[:2], reverse=True):
             candidates = [item for item in self._possible(knob) if knob.why_not(self._challenge.context) is None]
-            if candidates:
-                self._turn(knob, candidates, Promise(0, 0.0, "tried again"))
+            if candidates and self._turn(knob, candidates, Promise(0, 0.0, "tried again")):
+                self._turn_all()
 
     def _turn_back(self) -> None:
         """Each accepted change is left out once, but for the last and those that gained much."""
@@ -199,7 +228,7 @@ class Search:
 
     def _guess(self) -> bool:
         """Pairs of changes that nearly paid alone, and such a change in the place of a small one; whether one did."""
-        near = [item for item in self._near.values() if not self._is_settled(self._knobs[item[1].knob])]
+        near = [item for item in self._near.values() if self._is_open(self._knobs[item[1].knob])]
         pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
         found = [(one * other, _together(first, second)) for (one, first), (other, second) in pairs]
         for item in self.result.accepted:
@@ -214,6 +243,10 @@ class Search:
     def _is_settled(self, knob: Knob) -> bool:
         """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
+
+    def _is_open(self, knob: Knob) -> bool:
+        """Whether it may still be worth a change after others were made."""
+        return not self._is_settled(knob) and not self._challenge.does_not_pay(knob)
 
     def _undo(self, item: Accepted) -> Candidate:
         back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
