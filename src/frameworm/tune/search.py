@@ -16,8 +16,9 @@ from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.ledger import BudgetSpentError, Ledger
+from frameworm.tune.longer import Longer
 from frameworm.tune.order import Promise, in_order, promise_of
-from frameworm.tune.outcomes import Budget, Prove, RunTrial, TrialResult, digest_of
+from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.
@@ -40,8 +41,11 @@ class Search:
         prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
         budget: What all trials and proofs may take.
         journal: Remembers them; made by `Journal(folder, search_name(context))`.
-        allow_approximate: Also try what changes the mathematics by more than rounding.
+        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
         minimum_gain: The least speedup, less one, that is worth a change.
+        check_longer: Trains two for longer and tells how well they learned; None: what changes the mathematics by more
+            than rounding needs consent.
+        longer: How long longer checks are.
         tell: Is told before and after everything.
         clock: Seconds.
     """
@@ -57,13 +61,23 @@ class Search:
         *,
         allow_approximate: bool = False,
         minimum_gain: float = MINIMUM_GAIN,
+        check_longer: CheckLonger | None = None,
+        longer: Longer | None = None,
         tell: Tell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._knobs = {knob.name: knob for knob in knobs}
-        ledger = Ledger(run_trial, prove, budget, journal, consent=allow_approximate, clock=clock)
+        ledger = Ledger(
+            run_trial, prove, budget, journal, consent=allow_approximate, check_longer=check_longer, clock=clock
+        )
         self._challenge = Challenge(
-            context, ledger, journal, allow_approximate=allow_approximate, minimum_gain=minimum_gain, tell=tell
+            context,
+            ledger,
+            journal,
+            allow_approximate=allow_approximate,
+            minimum_gain=minimum_gain,
+            longer=longer,
+            tell=tell,
         )
         self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
         self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
@@ -236,9 +250,7 @@ class Search:
                 merged = _together(merged, item.candidate)
             self._challenge.report("proving all changes together")
             try:
-                outcome = self._challenge.ledger.proof(
-                    self._challenge.start.config, self._challenge.context.config, merged, self._challenge.start
-                )
+                outcome = self._challenge.prove_whole(merged)
             except BudgetSpentError:
                 return
             self.result.total = outcome.proof
