@@ -125,13 +125,13 @@ def test_what_cannot_be_checked_is_not_tried_and_says_why(more: dict[str, Any], 
 
 
 def test_a_check_for_which_too_little_is_left_is_not_begun() -> None:
-    machine = Machine(cost, noise=0.0, setup=lambda model: 100.0 if model["sparse"] else 1.0)
-    budget = Budget(time_s=2200.0)  # its start takes longer than anybody knew
+    machine = Machine(cost, noise=0.0, setup=lambda model: 200.0 if model["sparse"] else 1.0)
+    budget = Budget(time_s=3350.0)  # its start takes longer than anybody knew
     result = checked(machine, [sparse("a")], config_of(sparse=""), budget=budget)
     assert machine.checks == []
     told = reasons(result)["model.sparse=a"]
     assert result.attempts[0].status == "inconclusive"
-    assert told.startswith("quality: changes more than rounding: needs a longer check of about 2")
+    assert told.startswith("quality: changes more than rounding: needs a longer check of about 3")
     assert "its gain is proved: 2.000 x" in told
 
 

@@ -17,6 +17,8 @@ from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, Tun
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
+# What would take a larger share of the budget for its longer check is not begun: there are other changes to try.
+MOST_OF_BUDGET = 0.6
 
 
 class Challenge:
@@ -140,9 +142,10 @@ class Challenge:
             return "needs --allow approximate"
         if not self.context.workload.has_validation:
             return "needs validation data for a longer check, or --allow approximate"
-        expected_s = self._longer.seconds(self.context, self.best, after)
-        beside_s = self.ledger.usual_s("trial") + self.ledger.usual_s("proof") if after is None else 0.0
-        if not self.ledger.has_room(expected_s + beside_s, 1):
+        needs_s = expected_s = self._longer.seconds(self.context, self.best, after)
+        if after is None:
+            needs_s = expected_s / MOST_OF_BUDGET + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
+        if not self.ledger.has_room(needs_s, 1):
             return f"needs a longer check of about {expected_s:.0f} s, or --allow approximate"
         return None
 

@@ -151,7 +151,7 @@ class LongerRequest:
         looks: Numbers of seeds after which it is judged; the first answer that stands ends it.
         expected_s: What all looks should take.
         label: What is checked, for people.
-        timeout_s: Seconds it may take; None: some times as long as expected.
+        timeout_s: Seconds it may take, if that is less than some times what is expected.
     """
 
     id: str
