@@ -124,9 +124,25 @@ def test_what_cannot_be_checked_is_not_tried_and_says_why(more: dict[str, Any], 
     assert reasons(result)["model.sparse=a"] == f"changes more than rounding: {reason}"
 
 
+def test_a_check_that_takes_most_of_the_budget_waits_for_the_rest() -> None:
+    machine = Machine(cost, noise=0.001)
+    # 1940 s would leave little of 2500 s, but all else takes 60 s.
+    knobs = [planted("sparse", "a", mathematics="more", expected_gain=0.9), planted("plain", True)]
+    result = checked(machine, knobs, config_of(sparse="", plain=False), budget=Budget(time_s=2500.0))
+    assert [item.candidate.knob for item in result.accepted] == ["plain", "sparse"]
+    assert result.total is not None
+
+
+def test_a_value_that_could_not_be_checked_is_listed_beside_one_that_was_accepted() -> None:
+    knob = planted("sparse", "a", "b", mathematics=lambda value: "more" if value == "a" else "rounding")
+    result = checked(Machine(cost), [knob], config_of(sparse=""), budget=Budget(time_s=300.0))
+    assert result.changes == {"model.sparse": ("", "b")}
+    assert "needs a longer check of about" in reasons(result)["model.sparse=a"]
+
+
 def test_a_check_for_which_too_little_is_left_is_not_begun() -> None:
     machine = Machine(cost, noise=0.0, setup=lambda model: 200.0 if model["sparse"] else 1.0)
-    budget = Budget(time_s=3350.0)  # its start takes longer than anybody knew
+    budget = Budget(time_s=2800.0)  # its start takes longer than anybody knew
     result = checked(machine, [sparse("a")], config_of(sparse=""), budget=budget)
     assert machine.checks == []
     told = reasons(result)["model.sparse=a"]

@@ -17,8 +17,8 @@ from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, Tun
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
-# What would take a larger share of the budget for its longer check is not begun: there are other changes to try.
-MOST_OF_BUDGET = 0.6
+# What would take a larger share of the budget for its longer check waits until all else was tried.
+MOST_OF_BUDGET = 0.7
 
 
 class Challenge:
@@ -56,9 +56,9 @@ class Challenge:
         self._longer = longer or Longer()
         self._tell = tell
 
-    def why_not(self, candidate: Candidate, setup_s: float) -> str | None:
-        """Why a candidate is not worth a trial."""
-        if self._needs_check(candidate) and (refused := self._no_check()) is not None:
+    def why_not(self, candidate: Candidate, setup_s: float, *, last: bool = False) -> str | None:
+        """Why a candidate is not worth a trial; `last`: nothing else waits for the budget."""
+        if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
             return f"changes more than rounding: {refused}"
         if any(_was_checked(item, candidate) for item in self.result.attempts):
             return "a longer check did not speak for it"
@@ -122,7 +122,7 @@ class Challenge:
         outcome = self.ledger.proof(self.start.config, self.context.config, merged, self.start)
         if outcome.proof is None or not lacks_only_quality(outcome.proof):
             return outcome
-        other = [item for item in self.result.accepted if self._needs_check(item.candidate)]
+        other = [item for item in self.result.accepted if self.needs_check(item.candidate)]
         if len(other) == 1 and (known := other[0].attempt.proof) is not None and known.quality is not None:
             # Nothing else changes more than rounding, so what was checked there holds here.
             detail = next(check.detail for check in known.checks if check.name == QUALITY)
@@ -130,13 +130,13 @@ class Challenge:
         proof = self._check(outcome.proof, merged, self.start, self.context.config, self.best)
         return ProofResult(proof, details=outcome.details)
 
-    def _needs_check(self, candidate: Candidate) -> bool:
+    def needs_check(self, candidate: Candidate) -> bool:
         """Whether it changes more than rounding, without leave, and is not the user's own setting again."""
         if candidate.mathematics != "more" or self._allow_approximate:
             return False
         return any(setting_of(self.start.config, key) != value for key, value in candidate.changes.items())
 
-    def _no_check(self, after: TrialResult | None = None) -> str | None:
+    def _no_check(self, after: TrialResult | None = None, *, last: bool = False) -> str | None:
         """Why there cannot be a longer check now; without a trial and a proof of the candidate, beside these."""
         if not self.ledger.checks_longer:
             return "needs --allow approximate"
@@ -144,14 +144,15 @@ class Challenge:
             return "needs validation data for a longer check, or --allow approximate"
         needs_s = expected_s = self._longer.seconds(self.context, self.best, after)
         if after is None:
-            needs_s = expected_s / MOST_OF_BUDGET + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
+            share = 1.0 if last else MOST_OF_BUDGET
+            needs_s = expected_s / share + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
         if not self.ledger.has_room(needs_s, 1):
             return f"needs a longer check of about {expected_s:.0f} s, or --allow approximate"
         return None
 
     def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:
         """The proof with its quality answered by a longer check, where there can be one."""
-        if not self._needs_check(candidate):
+        if not self.needs_check(candidate):
             return with_quality(proof, True, "the config's own setting again")
         refused = self._no_check(trial)
         if refused is not None:

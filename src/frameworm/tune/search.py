@@ -99,6 +99,7 @@ class Search:
             self._turn_back()
             if self._guess():
                 self._turn_again()
+            self._turn_costly()
             why = "everything was tried"
         except BudgetSpentError as spent:
             why = str(spent)
@@ -225,6 +226,22 @@ class Search:
             accepted = self._try_alone(candidate, "interaction") or accepted
         return accepted
 
+    def _turn_costly(self) -> None:
+        """Values whose longer check would have left too little time for the rest."""
+        for knob in self._knobs.values():
+            if knob.why_not(self._challenge.context) is not None:
+                continue
+            costly = [
+                candidate
+                for candidate in knob.candidates(self._challenge.context)
+                if self._challenge.needs_check(candidate)
+                and not self._challenge.has_tried(candidate)
+                and self._challenge.why_not(candidate, knob.setup_s, last=True) is None
+            ]
+            promise = promise_of(knob, costly, self._challenge.context, self._challenge.best)
+            if costly and promise.gain > 0:
+                self._turn(knob, costly, promise)
+
     def _is_settled(self, knob: Knob) -> bool:
         """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
@@ -269,9 +286,10 @@ class Search:
         for knob in self._knobs.values():
             refused = knob.why_not(self._challenge.context)
             for candidate in knob.candidates(self._challenge.context) if refused is None else ():
-                if not self._challenge.has_tried(candidate) and not self._challenge.is_accepted(knob):
-                    reason = self._challenge.why_not(candidate, knob.setup_s) or _unless_tried(why)
-                    self._challenge.add(candidate, "skipped", reason, "")
+                reason = self._challenge.why_not(candidate, knob.setup_s)
+                # Other values of a knob that was turned are slower, unless they were not even tried.
+                if not self._challenge.has_tried(candidate) and (reason or not self._challenge.is_accepted(knob)):
+                    self._challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
             if refused is not None and knob.name not in self._tried:
                 self.result.attempts.append(Attempt(knob.name, knob.keys[0], {}, "skipped", refused))
 
