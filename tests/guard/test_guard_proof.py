@@ -10,7 +10,17 @@ from small_training import exact, to_bf16, train
 
 from frameworm.guard.drift import ROUNDING_UNITS, check_losses, step_noise
 from frameworm.guard.gain import LEAST_PAIRS, Window, pair_windows, speedup_of
-from frameworm.guard.proof import Evidence, Learning, Mathematics, Proof, Quality, StepEvidence, prove
+from frameworm.guard.proof import (
+    Evidence,
+    Learning,
+    Mathematics,
+    Proof,
+    StepEvidence,
+    lacks_only_quality,
+    prove,
+    with_quality,
+)
+from frameworm.guard.quality import Quality, SeedEnd
 
 
 def windows(gain: float, pairs: int, noise: Callable[[], float]) -> list[Window]:
@@ -194,11 +204,44 @@ def test_other_mathematics_need_consent_or_a_longer_check() -> None:
     evidence, fast = evidence_of(train(lr=0.0115)), windows(0.5, 8, quiet(0))
     assert "--allow approximate" in prove(fast, evidence, mathematics="more").reason
     assert prove(fast, evidence, mathematics="more", consent=True).verdict == "accepted"
-    good, bad = Quality([0.30, 0.31, 0.29], [0.301, 0.310, 0.290]), Quality([0.30, 0.31, 0.29], [0.35, 0.36, 0.34])
-    assert prove(fast, evidence, mathematics="more", quality=good).verdict == "accepted"
-    assert prove(fast, evidence, mathematics="more", quality=bad).verdict == "rejected"
-    unsure = Quality([0.30, 0.31, 0.29], [0.25, 0.36, 0.29])
-    assert prove(fast, evidence, mathematics="more", quality=unsure).verdict == "inconclusive"
+    before = ends(0.30, 0.31, 0.29)
+    verdicts = {
+        "accepted": Quality(before, ends(0.301, 0.310, 0.290), 100),
+        "rejected": Quality(before, ends(0.35, 0.36, 0.34), 100),
+        "inconclusive": Quality(before, ends(0.25, 0.36, 0.29), 100),
+    }
+    for verdict, quality in verdicts.items():
+        assert prove(fast, evidence, mathematics="more", quality=quality).verdict == verdict
+
+
+def ends(*losses: float) -> list[SeedEnd]:
+    return [SeedEnd(2.0, loss) for loss in losses]
+
+
+def test_a_longer_check_completes_a_proof_that_lacks_nothing_else() -> None:
+    evidence, quality = evidence_of(train(lr=0.0115)), Quality(ends(0.3, 0.31, 0.29), ends(0.3, 0.31, 0.29), 100)
+    fast = prove(windows(0.5, 8, quiet(0)), evidence, mathematics="more")
+    assert (fast.verdict, lacks_only_quality(fast)) == ("inconclusive", True)
+    whole = with_quality(fast, True, "as good", quality)
+    assert whole.verdict == "accepted"
+    assert Proof.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert with_quality(fast, False, "worse", quality).reason == "quality: worse"
+    slow = prove(windows(-0.1, 8, quiet(0)), evidence, mathematics="more")
+    frozen = prove(windows(0.5, 8, quiet(0)), evidence_of(train(frozen="first")), mathematics="more")
+    assert not lacks_only_quality(slow)
+    assert not lacks_only_quality(frozen)
+
+
+def test_what_nobody_counted_is_vouched_for_by_a_longer_check_only() -> None:
+    candidate, fast = train(lr=0.0115), windows(0.5, 8, quiet(0))
+    steps = [step._replace(real_tokens=None) for step in candidate.steps]
+    no_tokens = evidence_of(Learning(steps, candidate.updates))
+    assert prove(fast, no_tokens, mathematics="more", consent=True).verdict == "accepted"
+    uncounted = evidence_of(Learning([StepEvidence(step.loss) for step in steps], candidate.updates))
+    assert prove(fast, uncounted, mathematics="more", consent=True).verdict == "inconclusive"
+    assert lacks_only_quality(prove(fast, uncounted, mathematics="more"))
+    unnamed = evidence_of(Learning(steps, None))
+    assert not lacks_only_quality(prove(fast, unnamed, mathematics="more"))
 
 
 def test_a_parameter_that_rounding_alone_moves_may_move_otherwise() -> None:

@@ -50,6 +50,28 @@ def test_every_reason_is_on_the_page() -> None:
     assert "href=" not in page
 
 
+def checked() -> dict[str, Any]:
+    """A search whose first change was checked for longer."""
+    result = stored()
+    ends = [{"start_loss": 1.4, "loss": 0.5 + 0.01 * seed, "accuracy": 0.8, "samples": 6400} for seed in range(4)]
+    result["accepted"][0] |= {"mathematics": "more", "checked": {"seeds": 4, "steps": 100}}
+    result["total"]["quality"] = {"baseline": ends, "candidate": list(reversed(ends)), "steps": 100}
+    return result
+
+
+def test_longer_trainings_are_shown_seed_by_seed() -> None:
+    page = render_tune(checked())
+    assert "approximate, learns as well in 4 longer trainings of 100 steps" in page
+    assert "<tr><td>1</td><td>0.5</td><td>0.53</td><td>80.0%</td><td>80.0%</td></tr>" in page
+    result = checked()
+    for side in ("baseline", "candidate"):
+        for end in result["total"]["quality"][side]:
+            end["accuracy"] = None
+    assert "<tr><td>1</td><td>0.5</td><td>0.53</td></tr>" in render_tune(result)
+    result["total"]["quality"] = {"baseline": "?", "candidate": [None]}
+    assert "Validation at the end" not in render_tune(result)
+
+
 def test_without_a_gain_there_is_no_command() -> None:
     page = render_tune(stored(1))
     assert "the config stays as it is" in page
@@ -58,7 +80,7 @@ def test_without_a_gain_there_is_no_command() -> None:
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    pages = [render_tune(item) for item in (stored(), long_names(), stored(1))]
+    pages = [render_tune(item) for item in (stored(), long_names(), stored(1), checked())]
     frames = [(page, width) for page in pages for width in (1200, 360)]
     return measure(tmp_path_factory.mktemp("tune"), *frames)
 

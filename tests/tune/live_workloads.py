@@ -17,6 +17,7 @@ from frameworm.models.workloads import Workload
 from frameworm.tune.knobs import Knob
 
 SAMPLES, FEATURES = 512, 16
+_PAUSES = {"half": 0.3, "freeze": 0.5, "good": 0.5}
 
 
 class Classifier(nn.Module):
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
             torch.empty(2**36, dtype=torch.uint8)
         if trick == "die":
             os._exit(7)
-        time.sleep(self._pause_s * len(inputs) * (0.5 if trick in ("half", "freeze", "good") else 1.0))
+        time.sleep(self._pause_s * len(inputs) * _PAUSES.get(trick, 1.0))
         scores: Tensor = self.second(torch.tanh(self.first(inputs)))
         return scores
 
@@ -100,6 +101,34 @@ def widths(config: Config) -> Workload:
     given = config.model.model_dump()
     data = [(torch.full((1 + index % given["widths"],), 0.5), index % 4) for index in range(SAMPLES)]
     return Workload(Widths(given["pause_s"], given["first_s"]), data, None, nn.CrossEntropyLoss(), as_wide_as_the_first)
+
+
+def learnable(config: Config) -> tuple[Any, ...]:
+    """As much data as one short run takes, a tenth of its labels wrong, and validation: less data is worse learning."""
+    given = config.model.model_dump()
+    trick = given.get("trick", "none")
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2048, FEATURES, generator=generator)
+    labels = (inputs @ torch.randn(FEATURES, 4, generator=generator)).argmax(1)
+    labels = torch.where(torch.rand(2048, generator=generator) < 0.1, labels.flip(0), labels)
+    model = Classifier(trick, given.get("pause_s", 0.0))
+    loss = half_loss if trick == "half" else nn.CrossEntropyLoss()
+    return model, TensorDataset(inputs[:1024], labels[:1024]), TensorDataset(inputs[1024:], labels[1024:]), loss
+
+
+def learnable_config(trick: str = "none", pause_s: float = 0.0) -> Config:
+    """A config of that workload: one epoch of 64 steps."""
+    return load_config_from_mapping(
+        {
+            "name": "learnable",
+            "workload": "live_workloads:learnable",
+            "model": {"trick": trick, "pause_s": pause_s},
+            "data": {"num_workers": 0},
+            "training": {"epochs": 1, "global_batch": 16, "lr": 1e-2, "cpu_threads": 1},
+            "gpu": {"device": "cpu"},
+        },
+        environ={},
+    )
 
 
 def tricky_config(trick: str = "none", pause_s: float = 1e-3) -> Config:

@@ -15,10 +15,19 @@ from frameworm.config.schema import Config
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, prove
+from frameworm.guard.quality import Quality, SeedEnd, judge_quality
 from frameworm.tune.context import Context, WorkloadFacts
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Knob
-from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.outcomes import (
+    Budget,
+    LongerRequest,
+    LongerResult,
+    ProofRequest,
+    ProofResult,
+    TrialRequest,
+    TrialResult,
+)
 from frameworm.tune.result import TuneResult
 from frameworm.tune.search import Search, search_name
 
@@ -67,6 +76,7 @@ class Machine:
         self.tried: list[dict[str, Any]] = []
         self.windows = 0
         self.proofs: list[ProofRequest] = []
+        self.checks: list[LongerRequest] = []
         self.now_s = 0.0
         self.die_after = die_after
 
@@ -107,8 +117,22 @@ class Machine:
         evidence = Evidence(_learned(before), _learned(after), references, unit)
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
 
+    def check_longer(self, request: LongerRequest) -> LongerResult:
+        """Seeds end about 0.01 apart; `harm` of the model section comes on top."""
+        self._die_if_due()
+        self.now_s += 50.0
+        self.checks.append(request)
+        harms = [model_of(config).get("harm") or 0.0 for config in (request.baseline, request.candidate)]
+        ends: tuple[list[SeedEnd], list[SeedEnd]] = ([], [])
+        for look in request.looks:
+            for side, harm in zip(ends, harms):
+                side += [SeedEnd(2.0, self.draw.gauss(0.5 + harm, 0.01)) for _ in range(look - len(side))]
+            if not judge_quality(Quality(*ends, request.steps)).open:
+                break
+        return LongerResult(Quality(*ends, request.steps))
+
     def _die_if_due(self) -> None:
-        if self.die_after is not None and len(self.trials) + len(self.proofs) >= self.die_after:
+        if self.die_after is not None and len(self.trials) + len(self.proofs) + len(self.checks) >= self.die_after:
             raise KeyboardInterrupt
 
 
@@ -139,9 +163,10 @@ def search(
     folder: Path | None = None,
     budget: Budget = Budget(),  # noqa: B008
     samples_per_epoch: int | None = 10_000,
+    validation: bool = False,
     **more: Any,
 ) -> TuneResult:
-    context = Context(config, workload=WorkloadFacts(samples_per_epoch=samples_per_epoch))
+    context = Context(config, workload=WorkloadFacts(samples_per_epoch=samples_per_epoch, has_validation=validation))
     journal = Journal(folder, search_name(context))
     more.setdefault("clock", machine.clock)
     return Search(knobs, context, machine.run_trial, machine.prove, budget, journal, **more).run()

@@ -110,7 +110,7 @@ def tune(
         None, help="Folder of the search; tune/<name> unless given. One that was stopped goes on where it was."
     ),
     allow: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="approximate: also try what changes the mathematics by more than rounding."
+        None, help="approximate: keep what changes the mathematics by more than rounding without a longer check."
     ),
     distributed: bool = typer.Option(False, "--distributed", help="Trials with several processes on this machine."),
     nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045

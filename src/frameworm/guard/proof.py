@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from frameworm.guard.drift import check_losses
 from frameworm.guard.gain import Speedup, Window, speedup_of
-from frameworm.records.estimate import quantile
+from frameworm.guard.quality import Quality, judge_quality
 
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 Mathematics = Literal["nothing", "rounding", "more"]
@@ -17,7 +17,6 @@ Mathematics = Literal["nothing", "rounding", "more"]
 MINIMUM_GAIN = 0.01
 # Norms of updates that rounding may change; optimizers divide by noisy gradients, which is why this is no small number.
 _UPDATE_RATIO = 1.25
-_WORSE_QUALITY = 0.01
 
 
 class StepEvidence(NamedTuple):
@@ -67,14 +66,6 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """A longer check: one figure per seed (lower is better), both sides with the same seeds in the same order."""
-
-    baseline: Sequence[float]
-    candidate: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
 class Check:
     """One thing that must hold; `passed` None: not known."""
 
@@ -94,6 +85,7 @@ class Proof:
     losses_before: list[float] = field(default_factory=list)
     losses_after: list[float] = field(default_factory=list)
     allowed_drift: list[float] = field(default_factory=list)
+    quality: Quality | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
@@ -102,10 +94,11 @@ class Proof:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Proof:
         """The proof that `to_json` wrote."""
-        speedup = values.get("speedup")
+        speedup, quality = values.get("speedup"), values.get("quality")
         known = {
             **values,
             "speedup": None if speedup is None else Speedup(**speedup),
+            "quality": None if quality is None else Quality.from_json(quality),
             "checks": [Check(**item) for item in values.get("checks", [])],
         }
         return cls(**known)
@@ -133,20 +126,8 @@ def prove(
     """
     speedup = speedup_of(windows)
     checks, allowed = _learning_checks(evidence, mathematics, consent, quality)
-    gain = _gain_check(speedup, minimum_gain)
-    checks.insert(0, gain)
-    broken = [check for check in checks[1:] if check.passed is False]
-    vouched = _MAY_BE_UNKNOWN if mathematics != "more" else ()
-    unknown = [check for check in checks if check.passed is None and check.name not in vouched]
-    verdict: Verdict
-    if broken:
-        verdict, reason = "rejected", "; ".join(f"{check.name}: {check.detail}" for check in broken)
-    elif gain.passed is False:
-        verdict, reason = "rejected", gain.detail
-    elif unknown:
-        verdict, reason = "inconclusive", "; ".join(f"{check.name}: {check.detail}" for check in unknown)
-    else:
-        verdict, reason = "accepted", gain.detail
+    checks.insert(0, _gain_check(speedup, minimum_gain))
+    verdict, reason = _verdict(checks, quality is not None)
     return Proof(
         verdict,
         reason,
@@ -155,11 +136,57 @@ def prove(
         evidence.baseline.losses if evidence else [],
         evidence.candidate.losses if evidence else [],
         allowed,
+        quality,
     )
 
 
-# The same weights give the same loss to rounding only for the same samples: the curves vouch for what nobody counted.
-_MAY_BE_UNKNOWN = ("samples", "real tokens", "parameters")
+def with_quality(proof: Proof, passed: bool | None, detail: str, quality: Quality | None = None) -> Proof:
+    """A proof of other mathematics with its open check of quality answered.
+
+    Args:
+        proof: What `prove` made without consent and without a longer check.
+        passed: The answer.
+        detail: What it rests on.
+        quality: The longer check, where it is one that answers.
+    """
+    checks = [Check(item.name, passed, detail) if item.name == QUALITY else item for item in proof.checks]
+    verdict, reason = _verdict(checks, quality is not None)
+    return replace(proof, verdict=verdict, reason=reason, checks=checks, quality=quality)
+
+
+def lacks_only_quality(proof: Proof) -> bool:
+    """Whether a longer check would decide: all else that must hold is known to."""
+    return proof.verdict == "inconclusive" and with_quality(proof, True, "", Quality((), (), 0)).verdict == "accepted"
+
+
+QUALITY = "quality"
+
+
+def _verdict(checks: Sequence[Check], longer: bool) -> tuple[Verdict, str]:
+    """The verdict and its reason; the first check is the gain."""
+    gain = checks[0]
+    broken = [check for check in checks[1:] if check.passed is False]
+    unknown = [check for check in checks if check.passed is None and not _vouched(check.name, checks, longer)]
+    if broken:
+        return "rejected", "; ".join(f"{check.name}: {check.detail}" for check in broken)
+    if gain.passed is False:
+        return "rejected", gain.detail
+    if unknown:
+        return "inconclusive", "; ".join(f"{check.name}: {check.detail}" for check in unknown)
+    return "accepted", gain.detail
+
+
+def _vouched(name: str, checks: Sequence[Check], longer: bool) -> bool:
+    """Whether something else vouches for what nobody counted.
+
+    The same weights give the same loss to rounding only for the same samples, so curves that agree vouch for it. Other
+    mathematics have no such curves: there a longer check on as many samples does, and the samples for their tokens.
+    """
+    if not any(check.name == QUALITY for check in checks):
+        return name in ("samples", "real tokens", "parameters")
+    if longer:
+        return name in ("samples", "real tokens")
+    return name == "real tokens" and all(check.passed for check in checks if check.name == "samples")
 
 
 def _gain_check(speedup: Speedup | None, minimum_gain: float) -> Check:
@@ -259,27 +286,9 @@ def _finite(evidence: Evidence) -> Check:
 
 
 def _approximate(consent: bool, quality: Quality | None) -> Check:
-    name = "quality"
     if quality is not None:
-        return _not_worse(name, quality)
+        judged = judge_quality(quality)
+        return Check(QUALITY, judged.passed, judged.detail)
     if consent:
-        return Check(name, True, "allowed by the user; what it costs in quality was not measured")
-    return Check(name, False, "changes more than rounding: needs --allow approximate")
-
-
-def _not_worse(name: str, quality: Quality) -> Check:
-    """Not worse than the baseline by more than a margin, as sure as the seeds allow."""
-    pairs = [(one, other) for one, other in zip(quality.baseline, quality.candidate) if math.isfinite(one)]
-    if any(not math.isfinite(other) for _, other in pairs):
-        return Check(name, False, "a longer run ended with a loss that is not finite")
-    if len(pairs) < 3:
-        return Check(name, None, "a longer check needs three seeds")
-    worse = [other - one for one, other in pairs]
-    mean = math.fsum(worse) / len(worse)
-    spread = math.sqrt(math.fsum((item - mean) ** 2 for item in worse) / (len(worse) - 1) / len(worse))
-    margin = _WORSE_QUALITY * math.fsum(abs(one) for one, _ in pairs) / len(pairs)
-    most = quantile(len(worse) - 1) * spread
-    shown = f"{mean:+.4g} (at most {mean + most:+.4g}; {margin:.4g} is allowed), {len(pairs)} seeds"
-    if mean + most <= margin:
-        return Check(name, True, shown)
-    return Check(name, False if mean - most > margin else None, shown)
+        return Check(QUALITY, True, "allowed by the user; what it costs in quality was not measured")
+    return Check(QUALITY, None, "changes more than rounding: needs a longer check, or --allow approximate")

@@ -44,27 +44,29 @@ class Workload:
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 
-def build_workload(config: Config, progress: Progress | None = None) -> Workload:
+def build_workload(config: Config, progress: Progress | None = None, *, weights_seed: int | None = None) -> Workload:
     """Builds the model and opens the data that a config asks for.
 
-    Weights depend on `config.seed` alone, not on what the preparation of the data drew before.
+    Weights depend on the seed alone, not on what the preparation of the data drew before.
 
     Args:
         config: A whole run; `workload` decides what is built.
         progress: Called with (done, total) while texts are tokenised.
+        weights_seed: Other weights for the same data; None: `config.seed`.
 
     Raises:
         ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
         CheckpointError: `model.init_from` holds weights of another model.
     """
     padded: dict[str, int] = {}
+    seed = config.seed if weights_seed is None else weights_seed
     # The config has checked that the workload is one of these and that `model` belongs to it.
     if isinstance(config.model, TextClassifierModelConfig):
-        workload = _text_classifier(config, config.model, progress)
+        workload = _text_classifier(config, config.model, progress, seed)
     elif isinstance(config.model, GPTModelConfig):
-        workload, padded = _gpt(config, config.model, progress)
+        workload, padded = _gpt(config, config.model, progress, seed)
     else:
-        workload = _own_workload(config)
+        workload = _own_workload(config, seed)
     if config.data.batching == "packed":
         _check_packable(workload.model)
     if config.model.init_from is not None:
@@ -72,15 +74,19 @@ def build_workload(config: Config, progress: Progress | None = None) -> Workload
     return workload
 
 
-def _text_classifier(config: Config, settings: TextClassifierModelConfig, progress: Progress | None) -> Workload:
+def _text_classifier(
+    config: Config, settings: TextClassifierModelConfig, progress: Progress | None, seed: int
+) -> Workload:
     data = load_text_classification(config.data, max_seq_len=settings.max_seq_len, seed=config.seed, progress=progress)
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     num_classes = _at_least("num_classes", settings.num_classes, data.num_classes, "classes of the data set")
-    model = _seeded(config.seed, lambda: make_text_classifier(settings, vocab_size, num_classes, data.pad_id))
+    model = _seeded(seed, lambda: make_text_classifier(settings, vocab_size, num_classes, data.pad_id))
     return Workload(model, data.train, data.val)
 
 
-def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) -> tuple[Workload, dict[str, int]]:
+def _gpt(
+    config: Config, settings: GPTModelConfig, progress: Progress | None, seed: int
+) -> tuple[Workload, dict[str, int]]:
     """The workload, and the rows in use of weights that have more."""
     if config.data.batching == "packed":
         _check_packable(GPT)  # before the texts are tokenised
@@ -88,7 +94,7 @@ def _gpt(config: Config, settings: GPTModelConfig, progress: Progress | None) ->
     vocab_size = _at_least("vocab_size", settings.vocab_size, data.vocab_size, "tokens of the tokenizer")
     if settings.vocab_size == "auto":
         vocab_size = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    model = _seeded(config.seed, lambda: make_gpt(settings, vocab_size))
+    model = _seeded(seed, lambda: make_gpt(settings, vocab_size))
     return Workload(model, data.train, data.val), {"token_embedding.weight": data.vocab_size}
 
 
@@ -134,10 +140,10 @@ def _check_packable(model: nn.Module | type[nn.Module]) -> None:
         )
 
 
-def _own_workload(config: Config) -> Workload:
+def _own_workload(config: Config, seed: int) -> Workload:
     """Calls `package.module:function`; what the function raises is the user's to see, unchanged."""
     function = _find_function(config.workload)
-    result = _seeded(config.seed, lambda: function(config))
+    result = _seeded(seed, lambda: function(config))
     if isinstance(result, tuple) and len(result) in (3, 4):
         result = Workload(*result)
     if not isinstance(result, Workload):

@@ -24,13 +24,14 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class ProofView:
-    """One proof: its curves and its checks, each as sign, class, name and detail."""
+    """One proof: its curves, its checks (each as sign, class, name and detail), and the rows of a longer check."""
 
     label: str
     verdict: str
     chart: Markup
     has_band: bool
     checks: tuple[tuple[str, str, str, str], ...]
+    seeds: tuple[tuple[str, str, str, str, str], ...]
 
 
 def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
@@ -126,4 +127,20 @@ def _proof_view(label: str, proof: Mapping[str, Any]) -> ProofView:
         chart,
         bool(chart) and any(value is not None and math.isfinite(value) for value in band),
         tuple(checks),
+        tuple(_seed_rows(tune_tables.mapping(proof.get("quality")))),
     )
+
+
+def _seed_rows(quality: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Validation at the end of each longer training: a number, loss before and after, accuracy before and after."""
+    sides = [[tune_tables.mapping(end) for end in tune_tables.sequence(quality.get(name))] for name in _SIDES]
+    rows = []
+    for number, ends in enumerate(zip(*sides), 1):
+        losses = [tables.number(tune_tables.figure(end.get("loss"))) for end in ends]
+        shares = [tune_tables.figure(end.get("accuracy")) for end in ends]
+        before, after = ("" if share is None else tables.share(share) for share in shares)
+        rows.append((str(number), losses[0], losses[1], before, after))
+    return rows
+
+
+_SIDES = ("baseline", "candidate")

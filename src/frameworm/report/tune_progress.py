@@ -18,6 +18,7 @@ _COLOURS = {"accepted": "green", "rejected": "dim", "failed": "red", "inconclusi
 _LONGEST_REASON = 90
 _LONGEST_LABEL = 60
 _MOST_ROWS = 15
+_BEGINNINGS = ("trying", "proving", "checking")
 
 
 class TuneProgress:
@@ -56,7 +57,7 @@ class TuneProgress:
     def tell(self, doing: str, result: Mapping[str, Any]) -> None:
         """Something begins or has ended; `result` is what `tune.json` holds by now."""
         self._result = result
-        if doing.startswith(("trying", "proving")):
+        if doing.startswith(_BEGINNINGS):
             self._doing, self._since = doing, monotonic()
         if self._live is None:
             self._print_news(doing)
@@ -70,7 +71,7 @@ class TuneProgress:
                 self._told[number] = state
                 label = _short(attempt["label"], _LONGEST_LABEL)
                 self._line(f"{label}: {attempt['status']}, {_short(attempt['reason'])}")
-        if doing.startswith(("trying", "proving")):
+        if doing.startswith(_BEGINNINGS):
             self._line(_short(doing, _LONGEST_LABEL + 8).removesuffix("...") + " ...")
 
     def _line(self, text: str) -> None:

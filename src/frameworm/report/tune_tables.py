@@ -151,6 +151,15 @@ def setting(value: Any) -> str:
     return "off" if value is None else tables.plain(value)
 
 
+def numbers(mathematics: Any, checked: Any) -> str:
+    """What a change does to the numbers, and what spoke for it if that is more than rounding."""
+    told = MATHEMATICS.get(str(mathematics), tables.plain(mathematics or ""))
+    seeds, steps = (figure(mapping(checked).get(name)) for name in ("seeds", "steps"))
+    if seeds is None or steps is None:
+        return told
+    return f"{told}, learns as well in {seeds:.0f} longer trainings of {steps:.0f} steps"
+
+
 def stages(result: Mapping[str, Any]) -> list[Stage]:
     """Before, every accepted change, after; each change against the config just before it."""
     found = [Stage("before", 1.0, 1.0, None, "before")]
@@ -251,14 +260,13 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
         sources = [item for item in accepted_of(result) if key in mapping(item.get("changes"))]
         source = sources[-1] if sources else mapping(None)
         gain = gain_of(source.get("speedup"))
-        numbers = str(source.get("mathematics") or "")
         rows.append(
             ChangeRow(
                 tables.plain(key),
                 setting(values.get("before")),
                 setting(values.get("after")),
                 "" if gain is None else gain.text(),
-                MATHEMATICS.get(numbers, tables.plain(numbers)),
+                numbers(source.get("mathematics"), source.get("checked")),
                 tables.plain(source.get("why") or "").replace("_", " "),
             )
         )

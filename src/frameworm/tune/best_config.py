@@ -15,7 +15,7 @@ from frameworm.config.schema import Config
 from frameworm.config.source import SourceReader, YamlError, compose, write_yaml
 from frameworm.errors import ConfigError
 from frameworm.report import tables
-from frameworm.report.tune_tables import MATHEMATICS, Gain, setting
+from frameworm.report.tune_tables import Gain, numbers, setting
 from frameworm.tune.result import Accepted, TuneResult
 
 _WIDTH = 120
@@ -115,8 +115,11 @@ def _header(result: TuneResult) -> str:
     else:
         gain = Gain(whole.value, whole.low, whole.high).text()
         told = f"{gain} as fast as before by the lines marked `tune:`, and it learns the same"
-        if any(item.candidate.mathematics == "more" for item in result.accepted):
+        other = [item for item in result.accepted if item.candidate.mathematics == "more"]
+        if other:
             told = f"{gain} as fast as before by the lines marked `tune:`, some of them approximate"
+            if all(item.checked is not None for item in other):
+                told += "; longer trainings show that it learns as well"
     return f"# By frameworm tune: {told}.\n"
 
 
@@ -130,7 +133,7 @@ def _comment(result: TuneResult, key: str) -> str:
     if source.attempt.why:
         why = source.attempt.why
         parts.append(_NO_FINDINGS.get(why) or f"because of {why.replace('_', ' ')}")
-    parts.append(MATHEMATICS.get(source.candidate.mathematics, source.candidate.mathematics))
+    parts.append(numbers(source.candidate.mathematics, source.checked))
     partners = [name for name in source.candidate.changes if name != key and name in result.changes]
     if partners:
         parts.append(f"one change with {' and '.join(partners)}")

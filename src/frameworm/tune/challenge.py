@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frameworm.config.schema import Config
-from frameworm.guard.proof import MINIMUM_GAIN
+from frameworm.guard.proof import MINIMUM_GAIN, QUALITY, Proof, lacks_only_quality, with_quality
+from frameworm.guard.quality import judge_quality
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob
-from frameworm.tune.ledger import Ledger
-from frameworm.tune.outcomes import TrialResult
+from frameworm.tune.ledger import BudgetSpentError, Ledger
+from frameworm.tune.longer import Longer
+from frameworm.tune.outcomes import ProofResult, TrialResult
 from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, TuneResult
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
+# What would take a larger share of the budget for its longer check waits until all else was tried.
+MOST_OF_BUDGET = 0.7
 
 
 class Challenge:
@@ -26,6 +30,7 @@ class Challenge:
         journal: Where the summary is written.
         allow_approximate: Candidates may change the mathematics by more than rounding.
         minimum_gain: The least speedup, less one, that is worth a change.
+        longer: How long longer checks are.
         tell: Is told before and after everything.
     """
 
@@ -37,6 +42,7 @@ class Challenge:
         *,
         allow_approximate: bool = False,
         minimum_gain: float = MINIMUM_GAIN,
+        longer: Longer | None = None,
         tell: Tell | None = None,
     ) -> None:
         self.context = context
@@ -47,13 +53,16 @@ class Challenge:
         self._journal = journal
         self._allow_approximate = allow_approximate
         self._minimum_gain = minimum_gain
+        self._longer = longer or Longer()
         self._tell = tell
         self._unpaid: set[str] = set()
 
-    def why_not(self, candidate: Candidate, setup_s: float) -> str | None:
-        """Why a candidate is not worth a trial."""
-        if candidate.mathematics == "more" and not self._allow_approximate:
-            return "changes more than rounding: needs --allow approximate"
+    def why_not(self, candidate: Candidate, setup_s: float, *, last: bool = False) -> str | None:
+        """Why a candidate is not worth a trial; `last`: nothing else waits for the budget."""
+        if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
+            return f"changes more than rounding: {refused}"
+        if any(_was_checked(item, candidate) for item in self.result.attempts):
+            return "a longer check did not speak for it"
         run_s = self.result.run_s(self.best)
         if run_s is not None and setup_s >= run_s:
             return f"takes about {setup_s:.0f} s to start, and the whole run takes {run_s:.0f} s"
@@ -93,15 +102,79 @@ class Challenge:
             attempt.failure = outcome.failure.kind if outcome.failure else "crash"
             attempt.reason = outcome.failure.reason if outcome.failure else "the proof gave no result"
             return False
-        attempt.proof = outcome.proof
-        attempt.status, attempt.reason = outcome.proof.verdict, outcome.proof.reason
-        if outcome.proof.verdict != "accepted":
+        proof = outcome.proof
+        if lacks_only_quality(proof):
+            proof = self._check(proof, candidate, self.context, config, trial)
+        attempt.proof = proof
+        attempt.status, attempt.reason = proof.verdict, proof.reason
+        if proof.verdict != "accepted":
             return False
         before = {key: setting_of(self.context.config, key) for key in candidate.changes}
         assert attempt.trial is not None
         self.result.accepted.append(Accepted(candidate, before, config, trial, attempt.trial, attempt))
         self.move_to(config, trial)
         return True
+
+    def prove_whole(self, merged: Candidate) -> ProofResult:
+        """Prove the best config against the first, by all changes between them.
+
+        Raises:
+            BudgetSpentError: There is no budget for it.
+        """
+        outcome = self.ledger.proof(self.start.config, self.context.config, merged, self.start)
+        if outcome.proof is None or not lacks_only_quality(outcome.proof):
+            return outcome
+        other = [item for item in self.result.accepted if self.needs_check(item.candidate)]
+        if len(other) == 1 and (known := other[0].attempt.proof) is not None and known.quality is not None:
+            # Nothing else changes more than rounding, so what was checked there holds here.
+            detail = next(check.detail for check in known.checks if check.name == QUALITY)
+            return ProofResult(with_quality(outcome.proof, True, detail, known.quality), details=outcome.details)
+        proof = self._check(outcome.proof, merged, self.start, self.context.config, self.best)
+        return ProofResult(proof, details=outcome.details)
+
+    def needs_check(self, candidate: Candidate) -> bool:
+        """Whether it changes more than rounding, without leave, and is not the user's own setting again."""
+        if candidate.mathematics != "more" or self._allow_approximate:
+            return False
+        return any(setting_of(self.start.config, key) != value for key, value in candidate.changes.items())
+
+    def _no_check(self, after: TrialResult | None = None, *, last: bool = False) -> str | None:
+        """Why there cannot be a longer check now; without a trial and a proof of the candidate, beside these."""
+        if not self.ledger.checks_longer:
+            return "needs --allow approximate"
+        if not self.context.workload.has_validation:
+            return "needs validation data for a longer check, or --allow approximate"
+        needs_s = expected_s = self._longer.seconds(self.context, self.best, after)
+        if after is None:
+            share = 1.0 if last else MOST_OF_BUDGET
+            needs_s = expected_s / share + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
+        if not self.ledger.has_room(needs_s, 1):
+            return f"needs a longer check of about {expected_s:.0f} s, or --allow approximate"
+        return None
+
+    def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:
+        """The proof with its quality answered by a longer check, where there can be one."""
+        if not self.needs_check(candidate):
+            return with_quality(proof, True, "the config's own setting again")
+        refused = self._no_check(trial)
+        if refused is not None:
+            gain = proof.checks[0].detail
+            return with_quality(proof, None, f"changes more than rounding: {refused} (its gain is proved: {gain})")
+        expected_s = self._longer.seconds(before, self.best, trial)
+        steps, looks = self._longer.steps(before), self._longer.looks
+        self.report(f"checking {candidate.label} for longer, about {expected_s:.0f} s")
+        try:
+            # One proof is kept back for the value that comes next, or for the whole.
+            outcome = self.ledger.longer_check(
+                before.config, after, steps, looks, expected_s, candidate.label, reserve=1
+            )
+        except BudgetSpentError as spent:
+            return with_quality(proof, None, f"changes more than rounding: {spent} (its gain is proved)")
+        if outcome.quality is None:
+            why = outcome.failure.reason if outcome.failure else "it gave no result"
+            return with_quality(proof, None, f"the longer check failed: {why}")
+        judged = judge_quality(outcome.quality)
+        return with_quality(proof, judged.passed, judged.detail, outcome.quality)
 
     def _not_paid_back(self, trial: TrialResult) -> str | None:
         """Why a slower start does not pay over the whole run."""
@@ -151,9 +224,9 @@ class Challenge:
         return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
 
     def learned_otherwise(self, knob: Knob) -> bool:
-        """Whether a proof found that the knob, alone, changes what is learned."""
-        own = [item for item in self.result.attempts if item.knob == knob.name]
-        return any(item.proof is not None and not only_gain_failed(item) for item in own)
+        """Whether a proof found that the knob, alone, changes what is learned; a longer check speaks of one value."""
+        proofs = [item.proof for item in self.result.attempts if item.knob == knob.name and item.proof is not None]
+        return any(check.passed is False for proof in proofs for check in proof.checks[1:] if check.name != QUALITY)
 
     def does_not_pay(self, knob: Knob) -> bool:
         """Whether its start was not paid back where it was faster: there is less to save after every other change."""
@@ -174,4 +247,12 @@ class Challenge:
 def only_gain_failed(attempt: Attempt) -> bool:
     """Whether a proof found nothing wrong but the gain."""
     assert attempt.proof is not None
-    return all(check.passed is not False for check in attempt.proof.checks if check.name != "gain")
+    gain, *others = attempt.proof.checks
+    return not gain.passed and all(check.passed is not False for check in others)
+
+
+def _was_checked(attempt: Attempt, candidate: Candidate) -> bool:
+    """Whether a longer check of these changes, or of a part of them, did not end well."""
+    if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
+        return False
+    return attempt.changes.items() <= candidate.changes.items()

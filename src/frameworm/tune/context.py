@@ -41,6 +41,8 @@ class WorkloadFacts:
     has_convolutions: bool = False
     can_checkpoint: bool = True
     parameter_bytes: int | None = None
+    has_validation: bool = False
+    validation_samples: int | None = None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def workload_facts(config: Config, workload: Workload) -> WorkloadFacts:
         has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
         can_checkpoint=_can_checkpoint(config, model),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        has_validation=workload.val_data is not None,
+        validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
     )
 
 

@@ -12,12 +12,12 @@ _RESIDENT_SHARE = 0.25
 
 
 def _batchings(context: Context) -> list[str]:
-    if context.config.data.batching == "packed":
-        return []
+    present = context.config.data.batching
     found = []
-    if context.workload.accepts_packed:
+    if context.workload.accepts_packed and present != "packed":
         found.append("packed")
-    if context.workload.has_token_lengths and context.config.data.batching == "padded":
+    # Packed batches have no padding to save, but on a CPU their attention may cost more than the padding did.
+    if context.workload.has_token_lengths and (present == "padded" or (present == "packed" and not context.on_gpu)):
         found.append("bucketed")
     return found
 

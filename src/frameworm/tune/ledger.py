@@ -1,4 +1,4 @@
-"""Trials and proofs of a search, made once: from the journal where they are there, else by the runner."""
+"""Trials, proofs and longer checks of a search, made once: from the journal if they are there, else by the runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate
 from frameworm.tune.outcomes import (
     Budget,
+    CheckLonger,
     Failure,
+    LongerRequest,
+    LongerResult,
     ProofRequest,
     ProofResult,
     Prove,
@@ -34,7 +37,7 @@ _DEADLY = 2
 # Once a change that has to be compiled is accepted, all that follow compile too.
 _LATELY = 3
 
-Outcome = TypeVar("Outcome", TrialResult, ProofResult)
+Outcome = TypeVar("Outcome", TrialResult, ProofResult, LongerResult)
 
 
 class BudgetSpentError(Exception):
@@ -42,7 +45,7 @@ class BudgetSpentError(Exception):
 
 
 class Ledger:
-    """Makes trials and proofs, keeps the account of them, and never makes one twice.
+    """Makes trials, proofs and longer checks, keeps the account of them, and never makes one twice.
 
     Args:
         run_trial: Runs a trial. Whatever it raises is a crash of that trial.
@@ -50,6 +53,7 @@ class Ledger:
         budget: What all of them may take.
         journal: Where they are kept.
         consent: Other mathematics are allowed.
+        check_longer: Runs a longer check, likewise; None: there are none.
         clock: Seconds.
     """
 
@@ -61,6 +65,7 @@ class Ledger:
         journal: Journal,
         *,
         consent: bool = False,
+        check_longer: CheckLonger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_trial = run_trial
@@ -68,15 +73,21 @@ class Ledger:
         self.budget = budget
         self._journal = journal
         self._consent = consent
+        self._check_longer = check_longer
         self._clock = clock
         self.spent_s = 0.0
-        self._walls: dict[str, list[float]] = {"trial": [], "proof": []}
-        self._seen: dict[tuple[str, str], TrialResult | ProofResult] = {}
+        self._walls: dict[str, list[float]] = {"trial": [], "proof": [], "check": []}
+        self._seen: dict[tuple[str, str], TrialResult | ProofResult | LongerResult] = {}
 
     @property
     def made(self) -> int:
-        """Trials and proofs so far, those of an earlier process included."""
+        """Trials, proofs and longer checks so far, those of an earlier process included."""
         return len(self._seen)
+
+    @property
+    def checks_longer(self) -> bool:
+        """Whether longer checks can be made."""
+        return self._check_longer is not None
 
     def usual_s(self, kind: str) -> float:
         """What a trial or proof takes lately; proofs are two runs until one was made."""
@@ -134,6 +145,37 @@ class Ledger:
 
         return self._once("proof", name, change.label, make, ProofResult, reserve)
 
+    def longer_check(
+        self,
+        baseline: Config,
+        candidate: Config,
+        steps: int,
+        looks: Sequence[int],
+        expected_s: float,
+        label: str,
+        *,
+        reserve: int = 0,
+    ) -> LongerResult:
+        """The longer check of a change; see `LongerRequest`.
+
+        Raises:
+            BudgetSpentError: There is no budget for what it should take.
+        """
+        name = digest_of(baseline, candidate)
+
+        def make(timeout_s: float | None) -> LongerResult:
+            assert self._check_longer is not None
+            request = LongerRequest(name, baseline, candidate, steps, looks, expected_s, label, timeout_s)
+            return self._check_longer(request)
+
+        return self._once("check", name, label, make, LongerResult, reserve, expected_s)
+
+    def has_room(self, seconds: float, reserve: int) -> bool:
+        """Whether the budget has so much left, beside some proofs."""
+        if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
+            return False
+        return self.budget.time_s is None or self._beside(reserve, self.budget.time_s) >= seconds
+
     def _once(
         self,
         kind: str,
@@ -142,6 +184,7 @@ class Ledger:
         make: Callable[[float | None], Outcome],
         outcome: type[Outcome],
         reserve: int,
+        needs_s: float | None = None,
     ) -> Outcome:
         seen = self._seen.get((kind, name))
         if seen is not None:
@@ -155,7 +198,7 @@ class Ledger:
             result, wall_s = outcome(failure=Failure("crash", reason)), 0.0
             self._journal.end(kind, name, result.to_json(), wall_s)
         else:
-            left_s = self._left_s(kind, reserve)
+            left_s = self._left_s(self.usual_s(kind) if needs_s is None else needs_s, reserve)
             self._journal.begin(kind, name, label)
             began = self._clock()
             result = self._guarded(make, left_s, outcome)
@@ -167,16 +210,20 @@ class Ledger:
         self._seen[kind, name] = result
         return result
 
-    def _left_s(self, kind: str, reserve: int) -> float | None:
+    def _left_s(self, needs_s: float, reserve: int) -> float | None:
         """Seconds for the next one."""
         if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
             raise BudgetSpentError(f"the budget of {self.budget.trials} trials is spent")
         if self.budget.time_s is None:
             return None
-        left_s = self.budget.time_s - self.spent_s - reserve * self.usual_s("proof")
-        if self.made and left_s < self.usual_s(kind):
+        left_s = self._beside(reserve, self.budget.time_s)
+        if self.made and left_s < needs_s:
             raise BudgetSpentError(f"the budget of {self.budget.time_s:.0f} s is spent")
         return left_s
+
+    def _beside(self, reserve: int, time_s: float) -> float:
+        """What is left of the time beside some proofs."""
+        return time_s - self.spent_s - reserve * self.usual_s("proof")
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]

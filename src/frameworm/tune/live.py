@@ -67,6 +67,7 @@ class Live:
         units: See `LiveJob`.
         compiled: See `LiveJob`.
         whole_epoch: See `LiveJob`.
+        seeds: See `LiveJob`.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Live:
         units: tuple[float, ...] = (),
         compiled: Path | None = None,
         whole_epoch: bool = False,
+        seeds: tuple[int, ...] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -89,7 +91,7 @@ class Live:
         # The size is only asked whether there is one: a rank with one takes part in the group.
         rank_job = TrialJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
         apart = None if compiled is None else str(compiled.resolve())
-        self._job = LiveJob(rank_job, learn_steps, units, apart, whole_epoch)
+        self._job = LiveJob(rank_job, learn_steps, units, apart, whole_epoch, seeds)
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._forks = True

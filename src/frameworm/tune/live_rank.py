@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -57,6 +58,7 @@ class LiveJob:
         units: One learning for each: 0 from the config's own weights, else from weights moved by that much.
         whole_epoch: Other steps may hold other samples: the samples of an epoch are told instead of those of each step.
         compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
+        seeds: Train with validation for `learn_steps` from each of them instead, and tell how that ended.
     """
 
     rank_job: TrialJob
@@ -64,6 +66,7 @@ class LiveJob:
     units: tuple[float, ...] = ()
     compiled: str | None = None
     whole_epoch: bool = False
+    seeds: tuple[int, ...] = ()
 
 
 def run_live(job: LiveJob, rank: int, link: Connection) -> None:
@@ -79,6 +82,8 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
             few_threads(job.rank_job)
             if job.learn_steps is None:
                 told: Any = _train(job.rank_job, link, born)
+            elif job.seeds:
+                told = [_train_longer(job.rank_job, job.learn_steps, seed) for seed in job.seeds]
             else:
                 told = [_learn(job.rank_job, job.learn_steps, number, unit) for number, unit in enumerate(job.units)]
                 if job.whole_epoch:
@@ -253,6 +258,29 @@ def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any
         {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
     )
     return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
+
+
+class _SampleGate(Gate):
+    """Counts the samples of a run."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def admit(self, batch: StepBatch) -> None:
+        """Over all ranks."""
+        self.samples += batch.global_samples
+
+
+def _train_longer(job: TrialJob, steps: int, seed: int) -> dict[str, Any]:
+    """A whole run of some steps with its own schedule: other weights, order and dropout, but the same data."""
+    config = resolve_here(_quiet(job.config, {"early_stop": None, "max_steps": steps}), job.world_size)
+    workload = build_workload(config, weights_seed=seed)
+    gate, losses = _SampleGate(), _Losses()
+    record = train_workload(config.model_copy(update={"seed": seed}), workload, gate=gate, callbacks=[losses])
+    first = next((loss for loss, _ in losses.seen if loss is not None), math.nan)
+    last = record.epochs[-1]
+    loss = math.nan if last.val_loss is None else last.val_loss
+    return {"start_loss": first, "loss": loss, "accuracy": last.val_accuracy, "samples": gate.samples}
 
 
 def _epoch(job: TrialJob) -> tuple[int | None, int | None]:

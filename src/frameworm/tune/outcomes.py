@@ -13,6 +13,7 @@ from typing import Any, Literal
 from frameworm.config.schema import Config
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.proof import Mathematics, Proof
+from frameworm.guard.quality import Quality
 from frameworm.tune.context import Changes
 
 FailureKind = Literal["oom", "capture_refused", "crash", "hang", "not_applicable"]
@@ -138,13 +139,62 @@ class ProofResult:
         )
 
 
+@dataclass(frozen=True)
+class LongerRequest:
+    """Two configs to be trained for longer, with validation, from several seeds.
+
+    Attributes:
+        id: The same for the same two configs.
+        baseline: The side before the change.
+        candidate: The side after it.
+        steps: Steps of each training.
+        looks: Numbers of seeds after which it is judged; the first answer that stands ends it.
+        expected_s: What all looks should take.
+        label: What is checked, for people.
+        timeout_s: Seconds it may take, if that is less than some times what is expected.
+    """
+
+    id: str
+    baseline: Config
+    candidate: Config
+    steps: int
+    looks: Sequence[int]
+    expected_s: float
+    label: str
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LongerResult:
+    """How both sides ended, or why that is not known; `details` as for a trial."""
+
+    quality: Quality | None = None
+    failure: Failure | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LongerResult:
+        """The result that `to_json` wrote."""
+        quality, failure = values.get("quality"), values.get("failure")
+        return cls(
+            None if quality is None else Quality.from_json(quality),
+            None if failure is None else Failure(**failure),
+            values.get("details") or {},
+        )
+
+
 RunTrial = Callable[[TrialRequest], TrialResult]
 Prove = Callable[[ProofRequest], ProofResult]
+CheckLonger = Callable[[LongerRequest], LongerResult]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may take; None: no limit. Trials and proofs count alike."""
+    """What a search may take; None: no limit. Trials, proofs and longer checks count alike."""
 
     time_s: float | None = None
     trials: int | None = None

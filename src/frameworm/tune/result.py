@@ -73,6 +73,12 @@ class Accepted:
         assert self.attempt.proof.speedup is not None
         return self.attempt.proof.speedup
 
+    @property
+    def checked(self) -> dict[str, int] | None:
+        """Seeds and steps of the longer check that speaks for it; None: there was none."""
+        quality = None if self.attempt.proof is None else self.attempt.proof.quality
+        return None if quality is None else {"seeds": len(quality.baseline), "steps": quality.steps}
+
 
 @dataclass
 class TuneResult:
@@ -176,6 +182,7 @@ def _plain(item: Accepted) -> dict[str, Any]:
         "changes": dict(item.candidate.changes),
         "before": item.before,
         "mathematics": item.candidate.mathematics,
+        "checked": item.checked,
         "why": item.attempt.why,
         "speedup": asdict(item.speedup),
         "trial": item.trial_id,

@@ -17,7 +17,16 @@ from frameworm.engine.run import look_at_machine
 from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.tune.live import Live, LiveError, Stand
-from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.longer import train_both
+from frameworm.tune.outcomes import (
+    Failure,
+    LongerRequest,
+    LongerResult,
+    ProofRequest,
+    ProofResult,
+    TrialRequest,
+    TrialResult,
+)
 from frameworm.tune.sample_hash import add_hashes
 from frameworm.tune.warmth import Warmth
 
@@ -158,6 +167,19 @@ class TrialRunner:
             return ProofResult(failure=_told(error.failure, by_budget), details=details)
         return ProofResult(proof, details=details)
 
+    def check_longer(self, request: LongerRequest) -> LongerResult:
+        """Train two configs for longer from several seeds; see `longer`."""
+        folder = self._folder / "checks" / request.id
+
+        def start(config: Config, side: str, seeds: tuple[int, ...], deadline: float) -> Live:
+            return self._live(config, folder / side, deadline, request.steps, seeds=seeds)
+
+        # As in `_learn`: on a GPU both sides train at once.
+        result = train_both(request, start, together=look_at_machine(request.baseline).device == "cuda")
+        if result.failure is not None:
+            self.forget_compiled()
+        return replace(result, details={"log": str(folder), **result.details})
+
     def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
         return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
 
@@ -229,6 +251,7 @@ class TrialRunner:
         learn_steps: int | None = None,
         units: tuple[float, ...] = (),
         whole_epoch: bool = False,
+        seeds: tuple[int, ...] = (),
     ) -> Live:
         return Live(
             config,
@@ -240,6 +263,7 @@ class TrialRunner:
             units=units,
             compiled=self._compiled,
             whole_epoch=whole_epoch,
+            seeds=seeds,
         )
 
     def _deadline(self, timeout_s: float | None, parts: int) -> tuple[float, bool]:

@@ -16,8 +16,9 @@ from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.ledger import BudgetSpentError, Ledger
+from frameworm.tune.longer import Longer
 from frameworm.tune.order import Promise, cost_of, in_order, promise_of
-from frameworm.tune.outcomes import Budget, Prove, RunTrial, TrialResult, digest_of
+from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.
@@ -40,8 +41,11 @@ class Search:
         prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
         budget: What all trials and proofs may take.
         journal: Remembers them; made by `Journal(folder, search_name(context))`.
-        allow_approximate: Also try what changes the mathematics by more than rounding.
+        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
         minimum_gain: The least speedup, less one, that is worth a change.
+        check_longer: Trains two for longer and tells how well they learned; None: what changes the mathematics by more
+            than rounding needs consent.
+        longer: How long longer checks are.
         tell: Is told before and after everything.
         clock: Seconds.
     """
@@ -57,13 +61,23 @@ class Search:
         *,
         allow_approximate: bool = False,
         minimum_gain: float = MINIMUM_GAIN,
+        check_longer: CheckLonger | None = None,
+        longer: Longer | None = None,
         tell: Tell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._knobs = {knob.name: knob for knob in knobs}
-        ledger = Ledger(run_trial, prove, budget, journal, consent=allow_approximate, clock=clock)
+        ledger = Ledger(
+            run_trial, prove, budget, journal, consent=allow_approximate, check_longer=check_longer, clock=clock
+        )
         self._challenge = Challenge(
-            context, ledger, journal, allow_approximate=allow_approximate, minimum_gain=minimum_gain, tell=tell
+            context,
+            ledger,
+            journal,
+            allow_approximate=allow_approximate,
+            minimum_gain=minimum_gain,
+            longer=longer,
+            tell=tell,
         )
         self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
         self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
@@ -85,6 +99,7 @@ class Search:
             self._turn_back()
             if self._guess():
                 self._turn_again()
+            self._turn_costly()
             why = "everything was tried"
         except BudgetSpentError as spent:
             why = str(spent)
@@ -240,6 +255,22 @@ class Search:
             accepted = self._try_alone(candidate, "interaction") or accepted
         return accepted
 
+    def _turn_costly(self) -> None:
+        """Values whose longer check would have left too little time for the rest."""
+        for knob in self._knobs.values():
+            if knob.why_not(self._challenge.context) is not None:
+                continue
+            costly = [
+                candidate
+                for candidate in knob.candidates(self._challenge.context)
+                if self._challenge.needs_check(candidate)
+                and not self._challenge.has_tried(candidate)
+                and self._challenge.why_not(candidate, knob.setup_s, last=True) is None
+            ]
+            promise = promise_of(knob, costly, self._challenge.context, self._challenge.best)
+            if costly and promise.gain > 0:
+                self._turn(knob, costly, promise)
+
     def _is_settled(self, knob: Knob) -> bool:
         """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
@@ -269,9 +300,7 @@ class Search:
                 merged = _together(merged, item.candidate)
             self._challenge.report("proving all changes together")
             try:
-                outcome = self._challenge.ledger.proof(
-                    self._challenge.start.config, self._challenge.context.config, merged, self._challenge.start
-                )
+                outcome = self._challenge.prove_whole(merged)
             except BudgetSpentError:
                 return
             self.result.total = outcome.proof
@@ -290,9 +319,10 @@ class Search:
         for knob in self._knobs.values():
             refused = knob.why_not(self._challenge.context)
             for candidate in knob.candidates(self._challenge.context) if refused is None else ():
-                if not self._challenge.has_tried(candidate) and not self._challenge.is_accepted(knob):
-                    reason = self._challenge.why_not(candidate, knob.setup_s) or _unless_tried(why)
-                    self._challenge.add(candidate, "skipped", reason, "")
+                reason = self._challenge.why_not(candidate, knob.setup_s)
+                # Other values of a knob that was turned are slower, unless they were not even tried.
+                if not self._challenge.has_tried(candidate) and (reason or not self._challenge.is_accepted(knob)):
+                    self._challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
             if refused is not None and knob.name not in self._tried:
                 self.result.attempts.append(Attempt(knob.name, knob.keys[0], {}, "skipped", refused))
 

@@ -13,6 +13,7 @@ from frameworm.tune.best_config import render_best
 from frameworm.tune.facts import look_around
 from frameworm.tune.journal import SUMMARY_NAME, Journal
 from frameworm.tune.knobs import Knob, all_knobs
+from frameworm.tune.longer import Longer
 from frameworm.tune.outcomes import Budget
 from frameworm.tune.result import Tell, TuneResult
 from frameworm.tune.runner import Effort, TrialRunner
@@ -31,6 +32,7 @@ def tune(
     allow_approximate: bool = False,
     knobs: Sequence[Knob] | None = None,
     effort: Effort | None = None,
+    longer: Longer | None = None,
     limit_bytes: int | None = None,
     original: str | None = None,
     tell: Tell | None = None,
@@ -42,9 +44,10 @@ def tune(
         out: Folder for the journal, what trials said, `best.yaml`, `tune.json` and `report.html`.
         budget: What it may take; ten minutes unless given.
         world_size: Processes of every trial, all on this machine.
-        allow_approximate: Also try what changes the mathematics by more than rounding.
+        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
         knobs: What may be changed; all that are known unless given.
         effort: How much is measured.
+        longer: How long longer checks are.
         limit_bytes: Memory each process of a trial may take beside Python and torch.
         original: The config file as it was written, whose comments `best.yaml` keeps where it can.
         tell: Is told how it goes.
@@ -65,6 +68,8 @@ def tune(
         budget or Budget(time_s=600.0),
         journal,
         allow_approximate=allow_approximate,
+        check_longer=runner.check_longer,
+        longer=longer,
         tell=tell,
     ).run()
     runner.forget_compiled()
