@@ -20,8 +20,9 @@ from frameworm.config.schema import Config
 from frameworm.engine.run import run
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.tune.context import apply_changes
+from frameworm.tune.effort import Effort
 from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest
-from frameworm.tune.runner import Effort, TrialRunner
+from frameworm.tune.runner import TrialRunner
 from frameworm.tune.sample_hash import batch_hash
 from frameworm.tune.tuner import tune
 

@@ -45,6 +45,14 @@ class Candidate:
         return ", ".join(f"{key}={_written(value)}" for key, value in self.changes.items())
 
 
+def together(first: Candidate, second: Candidate) -> Candidate:
+    """Both changes as one; where they meet the second wins."""
+    order = ("nothing", "rounding", "more")
+    coarser = max(first.mathematics, second.mathematics, key=order.index)
+    changes = {**first.changes, **second.changes}
+    return Candidate(f"{first.knob}+{second.knob}", changes, coarser, {**first.reference, **second.reference})
+
+
 @dataclass(frozen=True)
 class Knob:
     """A setting the tuner may change.

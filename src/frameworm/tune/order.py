@@ -12,6 +12,8 @@ from frameworm.tune.outcomes import TrialResult
 
 # An ordinary knob's trial on a machine that nothing is known of yet.
 _LEAST_COST_S = 1.0
+# Values of a scale beyond one that is so much slower than its neighbour are not tried.
+_PAST_THE_PEAK = 0.97
 
 
 class Promise(NamedTuple):
@@ -86,6 +88,22 @@ def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, resu
         return (not named, distance, -candidate.position if knob.ordered else 0.0)
 
     return sorted(candidates, key=place)
+
+
+def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> float | None:
+    """A value between here and the present one that is already slower than its neighbour towards the present."""
+    if present is None:
+        return None
+    side = [item for item in screened if (item - present) * (position - present) > 0]
+    side = sorted(
+        (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)
+    )
+    before = 1.0
+    for item in side:
+        if screened[item] < _PAST_THE_PEAK * before:
+            return item
+        before = screened[item]
+    return None
 
 
 def _distance(one: float, other: float) -> float:

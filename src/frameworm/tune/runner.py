@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 from frameworm.config.schema import Config
 from frameworm.engine.run import look_at_machine
 from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
-from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, StepEvidence, prove
+from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, prove
+from frameworm.tune.effort import Effort
+from frameworm.tune.evidence import merged
 from frameworm.tune.live import Live, LiveError, Stand
 from frameworm.tune.longer import train_both
 from frameworm.tune.outcomes import (
@@ -27,7 +29,7 @@ from frameworm.tune.outcomes import (
     TrialRequest,
     TrialResult,
 )
-from frameworm.tune.sample_hash import add_hashes
+from frameworm.tune.short_steps import ShortSteps
 from frameworm.tune.warmth import Warmth
 
 _NOT_CAPTURED = "the step was not captured"
@@ -50,35 +52,6 @@ _START_S = 1.0
 _MARGIN = 1.3
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is measured.
-
-    Attributes:
-        window_s: Length of a window; at least two steps.
-        windows: Windows of a trial.
-        pairs: Pairs of windows of a proof.
-        more_pairs: Once so many more where the first leave a gain open.
-        warm_s: How long it may take until it gets no faster any more and single steps look warm; not counted.
-        warm_windows: So many windows may be needed for the former even if they take longer, as compiling does.
-        learn_s: How long one learning should take, of the config before the change.
-        learn_steps: Fewest and most steps of it.
-        references: Learnings from moved weights.
-        limit_s: Longest a trial may take; twice that for a proof.
-    """
-
-    window_s: float = 0.3
-    windows: int = 5
-    pairs: int = 10
-    more_pairs: int = 15
-    warm_s: float = 12.0
-    warm_windows: int = 8
-    learn_s: float = 2.0
-    learn_steps: tuple[int, int] = (16, 48)
-    references: int = 2
-    limit_s: float = 300.0
-
-
 class TrialRunner:
     """Runs what a search asks for.
 
@@ -87,6 +60,7 @@ class TrialRunner:
         world_size: Processes of every run.
         effort: How much is measured.
         limit_bytes: Memory each process may take beside Python and torch; None: what the system allows.
+        short_steps: Cuts steps that take long; None: none are cut.
     """
 
     def __init__(
@@ -96,11 +70,13 @@ class TrialRunner:
         world_size: int = 1,
         effort: Effort | None = None,
         limit_bytes: int | None = None,
+        short_steps: ShortSteps | None = None,
     ) -> None:
         self._folder = Path(folder)
         self._world_size = world_size
         self._effort = effort or Effort()
         self._limit_bytes = limit_bytes
+        self._short_steps = short_steps
         self._usual_s: float | None = None
         self._compiled = self._folder / "compiled"
 
@@ -120,7 +96,8 @@ class TrialRunner:
         windows: list[float] = []
         stopped_early = False
         try:
-            with self._live(request.config, folder, deadline) as live:
+            (config,) = self._cut(folder, deadline, request.config)
+            with self._live(config, folder, deadline) as live:
                 live.stand()
                 if (slow := self._slow_start(live, request)) is not None:
                     return TrialResult((slow,), stopped_early=True, details=details)
@@ -140,7 +117,10 @@ class TrialRunner:
         # What its start took beyond its steps, as they were once it was warm.
         step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
-        details.update(step_s=step_s, **{key: told[key] for key in told if key not in ("verdict", "findings")})
+        factor = 1 if self._short_steps is None else self._short_steps.factor
+        details.update(
+            step_s=step_s, steps_cut_by=factor, **{key: told[key] for key in told if key not in ("verdict", "findings")}
+        )
         refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
         if request.config.gpu.capture == "step" and refused:
             return TrialResult(failure=Failure("capture_refused", refused[0]), details=details)
@@ -154,6 +134,17 @@ class TrialRunner:
         details: dict[str, Any] = {"log": str(folder)}
         deadline, by_budget = self._deadline(request.timeout_s, 2)
         try:
+            cut = self._cut(
+                folder,
+                deadline,
+                request.baseline,
+                request.candidate,
+                request.learning_baseline,
+                request.learning_candidate,
+            )
+            request = replace(
+                request, baseline=cut[0], candidate=cut[1], learning_baseline=cut[2], learning_candidate=cut[3]
+            )
             windows, step_s = self._take_turns(request, folder, deadline)
             details["windows"] = [list(window) for window in windows]
             proof = self._judge(request, windows, None)
@@ -179,6 +170,17 @@ class TrialRunner:
         if result.failure is not None:
             self.forget_compiled()
         return replace(result, details={"log": str(folder), **result.details})
+
+    def _cut(self, folder: Path, deadline: float, *configs: Config) -> list[Config]:
+        """The configs with shorter steps, all or none; the first time a look at one shows how long they are."""
+        short = self._short_steps
+        if short is None:
+            return list(configs)
+        if short.factor is None:
+            with self._live(configs[0], folder, deadline) as live:
+                live.stand()
+                short.decide(live.go(0, 1).seconds)
+        return short.cut_alike(configs)
 
     def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
         return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
@@ -238,8 +240,8 @@ class TrialRunner:
                 other_steps = request.mathematics == "more"
                 lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved, other_steps)))
                 if not together:
-                    told.append(_merged(lives.pop().finish()))
-            told += [_merged(live.finish()) for live in lives]
+                    told.append(merged(lives.pop().finish()))
+            told += [merged(live.finish()) for live in lives]
         (candidate,), (baseline, *references) = told
         return Evidence(baseline, candidate, references, request.unit)
 
@@ -339,20 +341,3 @@ def _told(failure: Failure, by_budget: bool) -> Failure:
 def _prepares(config: Config) -> bool:
     """Whether its first steps do more than train."""
     return config.gpu.compile_model or config.gpu.capture != "off"
-
-
-def _merged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Learning]:
-    """The learnings of a run from what its ranks told."""
-    return [_learning([rank[number] for rank in ranks]) for number in range(len(ranks[0]))]
-
-
-def _learning(parts: Sequence[dict[str, Any]]) -> Learning:
-    steps = []
-    for step in range(min(len(part["losses"]) for part in parts)):
-        losses = [(loss, count) for loss, count in (part["losses"][step] for part in parts) if loss is not None]
-        total = math.fsum(count for _, count in losses)
-        loss = math.fsum(loss * count for loss, count in losses) / total if total else math.nan
-        tokens = [part["real_tokens"][step] for part in parts]
-        samples = add_hashes([part["samples"][step] for part in parts])
-        steps.append(StepEvidence(loss, samples, None if None in tokens else sum(tokens)))
-    return Learning(steps, parts[0]["updates"])

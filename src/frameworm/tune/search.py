@@ -14,15 +14,13 @@ from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.challenge import Challenge, only_gain_failed
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import Candidate, Knob
+from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
-from frameworm.tune.order import Promise, cost_of, in_order, promise_of
+from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, promise_of
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
-# Values of a scale beyond one that is so much slower than its neighbour are not tried.
-_PAST_THE_PEAK = 0.97
 # Near break-even a change is worth a second trial once the config has changed around it.
 _NEARLY_EVEN = 0.9
 # A change that brought this much is not tried without.
@@ -138,7 +136,7 @@ class Search:
         screened: dict[float, float] = {}
         present = knob.position_of(self._challenge.context)
         for candidate in in_order(knob, candidates, self._challenge.context, self._challenge.best):
-            beyond = _past_the_peak(candidate.position, present, screened) if knob.ordered else None
+            beyond = past_the_peak(candidate.position, present, screened) if knob.ordered else None
             if beyond is not None:
                 self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond:g} is already slower", promise.why)
                 continue
@@ -214,7 +212,7 @@ class Search:
             if knob.why_not(there) is not None:
                 continue
             for second in in_order(knob, knob.candidates(there), there, self._challenge.best):
-                yield _together(first, second)
+                yield together(first, second)
 
     def _turn_again(self) -> None:
         """Knobs that did not pay before others were turned, and nearly did or work together with those."""
@@ -245,11 +243,11 @@ class Search:
         """Pairs of changes that nearly paid alone, and such a change in the place of a small one; whether one did."""
         near = [item for item in self._near.values() if self._is_open(self._knobs[item[1].knob])]
         pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
-        found = [(one * other, _together(first, second)) for (one, first), (other, second) in pairs]
+        found = [(one * other, together(first, second)) for (one, first), (other, second) in pairs]
         for item in self.result.accepted:
             if item.attempt.why != "interaction":
                 undo = self._undo(item)
-                found += [(figure / item.speedup.value, _together(undo, candidate)) for figure, candidate in near]
+                found += [(figure / item.speedup.value, together(undo, candidate)) for figure, candidate in near]
         accepted = False
         for _, candidate in sorted(found, key=lambda item: -item[0])[:_MOST_GUESSES]:
             accepted = self._try_alone(candidate, "interaction") or accepted
@@ -297,7 +295,7 @@ class Search:
         while len(accepted) > 1:
             merged = accepted[0].candidate
             for item in accepted[1:]:
-                merged = _together(merged, item.candidate)
+                merged = together(merged, item.candidate)
             self._challenge.report("proving all changes together")
             try:
                 outcome = self._challenge.prove_whole(merged)
@@ -339,26 +337,3 @@ def search_name(context: Context) -> str:
 
 def _unless_tried(why: str) -> str:
     return why if "budget" in why else "no finding asks for it"
-
-
-def _together(first: Candidate, second: Candidate) -> Candidate:
-    order = ("nothing", "rounding", "more")
-    coarser = max(first.mathematics, second.mathematics, key=order.index)
-    changes = {**first.changes, **second.changes}
-    return Candidate(f"{first.knob}+{second.knob}", changes, coarser, {**first.reference, **second.reference})
-
-
-def _past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> float | None:
-    """A value between here and the present one that is already slower than its neighbour towards the present."""
-    if present is None:
-        return None
-    side = [item for item in screened if (item - present) * (position - present) > 0]
-    side = sorted(
-        (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)
-    )
-    before = 1.0
-    for item in side:
-        if screened[item] < _PAST_THE_PEAK * before:
-            return item
-        before = screened[item]
-    return None

@@ -10,14 +10,16 @@ from frameworm.config.schema import Config
 from frameworm.records.atomic import write_atomic
 from frameworm.report.tune_page import render_tune
 from frameworm.tune.best_config import render_best
+from frameworm.tune.effort import Effort
 from frameworm.tune.facts import look_around
 from frameworm.tune.journal import SUMMARY_NAME, Journal
 from frameworm.tune.knobs import Knob, all_knobs
 from frameworm.tune.longer import Longer
 from frameworm.tune.outcomes import Budget
 from frameworm.tune.result import Tell, TuneResult
-from frameworm.tune.runner import Effort, TrialRunner
+from frameworm.tune.runner import TrialRunner
 from frameworm.tune.search import Search, search_name
+from frameworm.tune.short_steps import ShortSteps
 
 BEST_NAME = "best.yaml"
 REPORT_NAME = "report.html"
@@ -58,7 +60,8 @@ def tune(
     folder = Path(out)
     context = look_around(config, world_size)
     journal = Journal(folder, search_name(context))
-    runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes)
+    short_steps = ShortSteps(folder, context.resolve, config)
+    runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes, short_steps=short_steps)
     runner.forget_compiled()  # of a search that was killed
     result = Search(
         all_knobs() if knobs is None else knobs,
