@@ -66,9 +66,9 @@ def test_a_case_that_hangs_is_ended_and_counts_as_failed(diagnosis: ModuleType) 
 
 @pytest.mark.slow
 def test_a_sample_of_the_campaign_is_judged_right(tmp_path: Path) -> None:
-    cases = "slow_dataset,print_every_step,healthy_compute"
+    cases = "slow_dataset,healthy_compute"
     command = [sys.executable, str(BENCHMARKS / "diagnosis.py"), "--cases", cases, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "diagnosis-cpu.json").read_text())["results"]["summary"]
-    assert (summary["runs"], summary["right"]) == (3, 3)
+    assert (summary["runs"], summary["right"]) == (2, 2)

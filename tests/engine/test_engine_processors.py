@@ -38,6 +38,22 @@ def test_training_uses_the_threads_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("as_before")
+def test_products_by_onednn_or_not() -> None:
+    seen = []
+
+    class Asks(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._get_mkldnn_enabled())
+            return super().forward(inputs)
+
+    for wanted in (False, True):
+        model = Asks(2, 2)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_onednn=wanted, run_dir=None)
+        trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
+    assert seen == [False, torch.backends.mkldnn.is_available()]
+
+
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_process_is_bound_to_its_share() -> None:
     cores = sorted(os.sched_getaffinity(0))

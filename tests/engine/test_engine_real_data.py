@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def test_a_small_model_learns_ag_news_on_cpu(cli: Callable[..., Any], tmp_path: Path) -> None:
     settings = [
         f"data.root={DATA / 'ag_news'}",
-        "data.limit=20000",
+        "data.limit=14000",
         "training.epochs=2",
         "training.global_batch=64",
         "training.lr=3e-3",
@@ -36,5 +36,5 @@ def test_a_small_model_learns_ag_news_on_cpu(cli: Callable[..., Any], tmp_path: 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["quality"]["val_accuracy"] >= 0.85
-    assert summary["steps"] == 2 * -(-20000 // 64)
+    assert summary["steps"] == 2 * -(-14000 // 64)
     assert 0 < summary["padding_waste"] < 0.6

@@ -108,7 +108,7 @@ def _replicas(rank: int, world_size: int, methods: list[str], steps: int) -> dic
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_stay_identical(run_ranks: Ranks, world_size: int) -> None:
-    methods, steps = (list(METHODS), 200) if world_size == 2 else (["int4", "topk", "powersgd"], 60)
+    methods, steps = (list(METHODS), 120) if world_size == 2 else (["int4", "topk", "powersgd"], 60)
     results = run_ranks(_replicas, world_size, args=(methods, steps), timeout_s=110)
     for name, (print_of_rank, first, last) in results[0].items():
         assert all(result[name][0] == print_of_rank for result in results), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from frameworm.config.schema import Config
 from frameworm.tune import short_steps
 from frameworm.tune.context import Context, apply_changes
 from frameworm.tune.effort import Effort
-from frameworm.tune.outcomes import ProofRequest, TrialRequest
+from frameworm.tune.outcomes import TrialRequest
 from frameworm.tune.runner import TrialRunner
 from frameworm.tune.short_steps import FILE_NAME, ShortSteps
 
@@ -75,8 +74,8 @@ def test_what_is_compared_is_cut_alike(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_trials_and_proofs_of_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight passes of 20 ms make a step that counts as long here: half of them are left out, before and after."""
+def test_a_trial_of_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight passes of 20 ms make a step that counts as long here: half of them are left out."""
     monkeypatch.setattr(short_steps, "STEP_S", 0.08)
     config = apply_changes(tricky_config(pause_s=0.01), {"training.micro_batch": 2, "training.global_batch": 16})
     effort = Effort(window_s=0.1, windows=2, pairs=6, more_pairs=0, warm_windows=1)
@@ -87,10 +86,3 @@ def test_trials_and_proofs_of_long_steps(tmp_path: Path, monkeypatch: pytest.Mon
     assert trial.details["steps_cut_by"] == 2
     assert trial.details["step_s"] == pytest.approx(4 * 0.02, rel=0.1)
     assert trial.sample_s == pytest.approx(0.01, rel=0.1)
-    other = apply_changes(config, {"data.prefetch_factor": 3})
-    result = runner.prove(ProofRequest("two", config, other, config, other, "nothing", 2**-24, False, "no change"))
-    assert result.failure is None, result.failure
-    seconds = [window[1] for window in result.details["windows"]]
-    assert median(seconds) == pytest.approx(0.01, rel=0.1)
-    assert result.proof is not None
-    assert result.proof.verdict != "accepted"

@@ -164,6 +164,7 @@ class TrainingConfig(Section):
     cpu_affinity: bool = Field(
         default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
     )
+    cpu_onednn: bool = Field(default=True, description="Matrix products on the host by oneDNN, where torch would.")
 
     @field_validator("lr_scaling", mode="before")
     @classmethod

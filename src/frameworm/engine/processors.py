@@ -15,11 +15,13 @@ log = logging.getLogger("frameworm")
 
 
 def apply_processors(training: TrainingConfig, local_rank: int, local_world_size: int) -> None:
-    """Bind the process to its cores and set torch's threads, as far as the config asks for it."""
+    """Bind the process to its cores, set torch's threads and choose its products, as far as the config asks for it."""
     if training.cpu_affinity and local_world_size > 1:
         bind_to_share(local_rank, local_world_size)
     if training.cpu_threads != "auto":
         torch.set_num_threads(training.cpu_threads)
+    # torch's public way is a context manager.
+    torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn)
 
 
 def share_of(cores: list[int], index: int, count: int) -> list[int]:
@@ -44,6 +46,12 @@ def bind_to_share(local_rank: int, local_world_size: int) -> None:
             os.sched_setaffinity(thread, share)
         except ProcessLookupError:
             continue
+
+
+@functools.cache
+def _onednn_at_first() -> bool:
+    """Whether whoever trains here lets oneDNN compute at all."""
+    return bool(torch._C._get_mkldnn_enabled())
 
 
 @functools.cache

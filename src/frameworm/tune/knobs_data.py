@@ -78,6 +78,12 @@ def _threads(context: Context) -> list[int]:
     return sorted(count for count in wanted if count != now)
 
 
+def _onednn_applies(context: Context) -> bool | str:
+    if context.on_gpu:
+        return "matrix products are on the GPU"
+    return context.resolved.gpu.mixed_precision == "off" or "half precision is faster with it"
+
+
 DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "batching",
@@ -143,6 +149,16 @@ DATA_KNOBS: tuple[Knob, ...] = (
         suggested_by=("cpu_oversubscribed", "compute_bound", "host_bound"),
         expected_gain=lambda context: 0.02 if context.on_gpu else 0.1,
         ordered=True,
+    ),
+    Knob(
+        "onednn",
+        ("training.cpu_onednn",),
+        "Matrix products by torch's own library instead of oneDNN: small ones then use all threads.",
+        lambda context: [False],
+        _onednn_applies,
+        "rounding",
+        ("compute_bound",),
+        expected_gain=0.04,
     ),
     Knob(
         "cpu_affinity",
