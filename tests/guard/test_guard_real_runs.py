@@ -19,6 +19,10 @@ from frameworm.guard.regression import judge
 CAMPAIGN = "CAMPAIGN" in os.environ
 PAIRS = 20 if CAMPAIGN else 2
 STEPS = 150
+WORK_S = 0.008
+# The step around the work takes some tenths of a millisecond; a tenth of both is added. The few of the ordinary suite,
+# which others may disturb, are slower by more.
+SLOWER_S = 0.00885 if CAMPAIGN else 0.0092
 
 
 class Working(nn.Module):
@@ -56,11 +60,11 @@ def test_real_runs(tmp_path: Path) -> None:
     same: Counter[str] = Counter()
     slower: Counter[str] = Counter()
     for pair in range(PAIRS):
-        before = _run(tmp_path / f"before{pair}", 0.008)
-        same[judge([before], [_run(tmp_path / f"same{pair}", 0.008)]).verdict] += 1
-        slower[judge([before], [_run(tmp_path / f"slower{pair}", 0.0092)]).verdict] += 1
-    print(f"unchanged: {dict(same)}; a tenth slower and more: {dict(slower)}")
+        before = _run(tmp_path / f"before{pair}", WORK_S)
+        same[judge([before], [_run(tmp_path / f"same{pair}", WORK_S)]).verdict] += 1
+        slower[judge([before], [_run(tmp_path / f"slower{pair}", SLOWER_S)]).verdict] += 1
+    print(f"unchanged: {dict(same)}; a tenth slower: {dict(slower)}")
     assert same["regression"] <= 1
     # Beside other programs the guard says that it cannot tell, which is right as well; ok would be wrong.
-    assert slower["ok"] <= PAIRS // 20
-    assert slower["regression"] + slower["inconclusive"] >= PAIRS - PAIRS // 20
+    told = slower["regression"] if CAMPAIGN else slower["regression"] + slower["inconclusive"]
+    assert told >= PAIRS - PAIRS // 20

@@ -6,16 +6,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from copy import copy
-from pathlib import Path
 from statistics import median
 from typing import cast
 
 import pytest
 
-from frameworm.tune import runner
+from frameworm.config.load import load_config_from_mapping
+from frameworm.tune import windows
+from frameworm.tune.effort import Effort
 from frameworm.tune.live import Live, Stand
-from frameworm.tune.runner import TrialRunner
 from frameworm.tune.warmth import StepNote, Warmth
+from frameworm.tune.windows import take_turns, warm_up
 
 # The shapes of the next step and its seconds, given how often each shape has come.
 Stream = Callable[[Counter[Hashable]], tuple[Hashable, float]]
@@ -52,9 +53,9 @@ class FakeLive:
 def warmed(stream: Stream, monkeypatch: pytest.MonkeyPatch, deadline: float = 300.0) -> tuple[FakeLive, float]:
     """A run that was warmed up, and its seconds per step in windows after that."""
     live = FakeLive(stream)
-    monkeypatch.setattr(runner, "time", live)
+    monkeypatch.setattr(windows, "time", live)
     live.go(0, 2)
-    step_s, _ = TrialRunner(Path("unused"))._warm(cast(Live, live), deadline)
+    step_s, _ = warm_up(cast(Live, live), Effort(), deadline)
     warm = copy(live)
     steps = max(2, round(0.3 / step_s))
     return warm, median((live.go(0, steps).seconds or 0.0) / steps for _ in range(5))
@@ -140,3 +141,37 @@ def test_a_host_that_runs_ahead_of_its_device_is_no_sign_of_cold_steps() -> None
 
     assert window(0.3) == ["faster", "warm"]
     assert window(0.0) == ["faster", "cold"]
+
+
+def of_many_widths(speed: float, *, cold_steps: int = 0) -> Stream:
+    """Batches of widths from 1 to 8, the same for all who ask; the first so many steps are slower."""
+    draw = random.Random(7)
+
+    def step(visits: Counter[Hashable]) -> tuple[Hashable, float]:
+        width = draw.randint(1, 8)
+        return width, 0.01 * width / speed * (5 if visits.total() < cold_steps else 1)
+
+    return step
+
+
+def test_sides_of_about_the_same_speed_are_compared_on_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = FakeLive(of_many_widths(1.0)), FakeLive(of_many_widths(1.04, cold_steps=40))
+    monkeypatch.setattr(windows, "time", before)
+    config = load_config_from_mapping({}, environ={})
+    sides = tuple((cast(Live, live), config) for live in (before, after))
+    found, _ = take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
+    seconds = {side: [item[1] for item in found if item[0] == side] for side in ("before", "after")}
+    assert len(seconds["before"]) == len(seconds["after"]) >= 10
+    for slow, fast in zip(seconds["before"], seconds["after"], strict=True):
+        assert slow / fast == pytest.approx(1.04)
+    assert max(seconds["before"]) > 1.1 * min(seconds["before"]), "alike by themselves, so nothing was shown"
+
+
+def test_sides_of_unlike_speed_have_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = FakeLive(even(0.1)), FakeLive(even(0.001))
+    monkeypatch.setattr(windows, "time", before)
+    config = load_config_from_mapping({}, environ={})
+    sides = tuple((cast(Live, live), config) for live in (before, after))
+    take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
+    assert before.now < 60.0
+    assert after.done > 10 * before.done

@@ -14,11 +14,11 @@ from typing import Any
 
 from frameworm.config.schema import Config
 from frameworm.engine.run import look_at_machine
-from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
-from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Learning, Proof, prove
+from frameworm.guard.gain import Window
+from frameworm.guard.proof import Evidence, Learning, Proof, prove
 from frameworm.tune.effort import Effort
 from frameworm.tune.evidence import merged
-from frameworm.tune.live import Live, LiveError, Stand
+from frameworm.tune.live import Live, LiveError
 from frameworm.tune.longer import train_both
 from frameworm.tune.outcomes import (
     Failure,
@@ -30,7 +30,7 @@ from frameworm.tune.outcomes import (
     TrialResult,
 )
 from frameworm.tune.short_steps import ShortSteps
-from frameworm.tune.warmth import Warmth
+from frameworm.tune.windows import measure, take_turns, warm_up, window_of
 
 _NOT_CAPTURED = "the step was not captured"
 # The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
@@ -42,11 +42,6 @@ _LEAST_S = 30.0
 # Nor more than so many times what one took before, where it has nothing to compile.
 _MOST_TIMES = 5.0
 _LEAST_TIMES_S = 15.0
-# Warming up takes no more than this share of the time that is left, no window of it more than this, and a window that
-# takes so many times what its steps took before has met something else.
-_MOST_TO_WARM = 0.25
-_LONGEST_S = 2.0
-_EXPECTED = 2.0
 # The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
 _START_S = 1.0
 _MARGIN = 1.3
@@ -101,9 +96,9 @@ class TrialRunner:
                 live.stand()
                 if (slow := self._slow_start(live, request)) is not None:
                     return TrialResult((slow,), stopped_early=True, details=details)
-                step_s, warm = self._warm(live, deadline)
+                step_s, warm = warm_up(live, self._effort, deadline)
                 for count in range(1, self._effort.windows + 1):
-                    windows.append(self._window(live, step_s, request.config))
+                    windows.append(measure(live, *window_of(step_s, self._effort, request.config)))
                     # One window alone may have met somebody else's work.
                     if count > 1 and not request.keep_going(windows):
                         stopped_early = True
@@ -186,32 +181,15 @@ class TrialRunner:
         return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
 
     def _take_turns(self, request: ProofRequest, folder: Path, deadline: float) -> tuple[list[Window], float]:
-        """Windows of both sides, A B B A A B ..., and the slower side's seconds per step."""
-        windows: list[Window] = []
+        """Windows of both sides in turns, and the slower side's seconds per step."""
         with (
             self._live(request.baseline, folder / "before", deadline) as before,
             self._live(request.candidate, folder / "after", deadline) as after,
         ):
             before.stand()
             after.stand()
-            before_s, _ = self._warm(before, deadline)
-            after_s, _ = self._warm(after, deadline)
-            sides: list[tuple[Side, Live, float, Config]] = [
-                ("before", before, before_s, request.baseline),
-                ("after", after, after_s, request.candidate),
-            ]
-            # Two looks at one-sided chances of 2.5% each: a change that does nothing passes in at most 5% of cases.
-            last_call = deadline - self._learning_s(before_s, after_s)
-            for pairs in (self._effort.pairs, self._effort.more_pairs):
-                for _ in range(pairs):
-                    if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
-                        return windows, max(before_s, after_s)
-                    for side, live, step_s, config in sides:
-                        windows.append(Window(side, self._window(live, step_s, config)))
-                    sides.reverse()
-                if not _is_open(windows):
-                    break
-        return windows, max(before_s, after_s)
+            sides = ((before, request.baseline), (after, request.candidate))
+            return take_turns(sides, self._effort, deadline, self._learning_s)
 
     def _learn_steps(self, step_s: float) -> int:
         fewest, most = self._effort.learn_steps
@@ -289,46 +267,6 @@ class TrialRunner:
             if request.keep_going([figures[-1] / _SLOW_START]):
                 return None
         return min(figures)
-
-    def _warm(self, live: Live, deadline: float) -> tuple[float, Stand]:
-        """Go on until it gets no faster any more and its steps look warm; seconds per step, and where it stood then."""
-        warmth, window_s = Warmth(), self._effort.window_s
-        until: float | None = None
-        steps, step_s, number = 2, math.inf, 0
-        while True:
-            stand = live.go(0, steps, watched=True)
-            assert stand.seconds is not None
-            now = time.monotonic()
-            if until is None:
-                until = now + min(self._effort.warm_s, _MOST_TO_WARM * (deadline - now))
-            # What it took beyond all expectation, as compiling does, is not counted.
-            until += max(0.0, stand.seconds - _EXPECTED * steps * step_s)
-            step_s = stand.seconds / steps
-            state = warmth.look(stand.seconds, stand.notes, stand.ahead_s)
-            if state == "warm" or (now >= until and (state == "cold" or number >= self._effort.warm_windows)):
-                return step_s, stand
-            if state == "cold":
-                window_s = max(self._effort.window_s, min(2 * window_s, until - now, _LONGEST_S))
-            steps, number = self._steps(step_s, window_s), number + 1
-
-    def _window(self, live: Live, step_s: float, config: Config) -> float:
-        """Seconds per sample."""
-        steps = self._steps(step_s, self._effort.window_s)
-        workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
-        # What the loader has made ready meanwhile is used up before the clock starts.
-        lead_in = max(1, steps // 10, min(workers * config.data.prefetch_factor, steps))
-        stand = live.go(lead_in, steps)
-        assert stand.seconds is not None
-        return stand.seconds / max(1, stand.samples)
-
-    def _steps(self, step_s: float, window_s: float) -> int:
-        return max(2, math.ceil(window_s / max(step_s, 1e-6)))
-
-
-def _is_open(windows: Sequence[Window]) -> bool:
-    """Whether there may be a gain that noise hides."""
-    speedup = speedup_of(windows)
-    return speedup is not None and speedup.low <= 1 < speedup.value - MINIMUM_GAIN
 
 
 def _told(failure: Failure, by_budget: bool) -> Failure:
