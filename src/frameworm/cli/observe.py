@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.train import log_to_screen
+from frameworm.cli.tune import parse_duration
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def profile(
     steps: Optional[int] = typer.Option(  # noqa: UP045
         None, min=1, help=f"Observe so many steps; a script then goes on unobserved, a config stops ({CONFIG_STEPS})."
     ),
+    budget: str = typer.Option("30s", help="With --config: time for trying what its findings would gain."),
     nvtx: bool = typer.Option(False, "--nvtx", help="Name the phases for Nsight Systems, and print the line to run."),
     trace: bool = typer.Option(False, "--trace", help="Record a few steps with torch.profiler too."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, after the script's own output."),
@@ -65,7 +67,7 @@ def profile(
             "`frameworm profile --config F`"
         )
     if config is not None:
-        _profile_config(config, settings, out, steps or CONFIG_STEPS, nvtx, trace, as_json)
+        _profile_config(config, settings, out, steps or CONFIG_STEPS, parse_duration(budget), nvtx, trace, as_json)
         return
     assert script is not None
     if settings:
@@ -114,7 +116,14 @@ def _show(record: RunRecord, as_json: bool) -> None:
 
 
 def _profile_config(
-    config: Path, settings: list[str], out: Path | None, steps: int, nvtx: bool, trace: bool, as_json: bool
+    config: Path,
+    settings: list[str],
+    out: Path | None,
+    steps: int,
+    budget_s: float,
+    nvtx: bool,
+    trace: bool,
+    as_json: bool,
 ) -> None:
     from frameworm.config.load import load_config
 
@@ -128,7 +137,7 @@ def _profile_config(
 
     log_to_screen(detect().rank == 0)
     with worker_errors():
-        record = analyze_config(loaded, steps, out=out or "auto")
+        record = analyze_config(loaded, steps, budget_s=budget_s, out=out or "auto")
         if detect().rank == 0:
             if nvtx:
                 _print_nsys()

@@ -37,7 +37,7 @@ _NOT_CAPTURED = "the step was not captured"
 _SLOW_START = 3.0
 _FIRST_LOOKS = 3
 # No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
-_MOST_OF_BUDGET = 0.4
+_MOST_OF_BUDGET = 0.25
 _LEAST_S = 30.0
 # Nor more than so many times what one took before, where it has nothing to compile.
 _MOST_TIMES = 5.0
