@@ -138,6 +138,7 @@ def test_a_value_that_could_not_be_checked_is_listed_beside_one_that_was_accepte
     result = checked(Machine(cost), [knob], config_of(sparse=""), budget=Budget(time_s=300.0))
     assert result.changes == {"model.sparse": ("", "b")}
     assert "needs a longer check of about" in reasons(result)["model.sparse=a"]
+    assert result.stopped == "all was tried that the budget has time for; model.sparse=a needs a longer check"
 
 
 def test_a_check_for_which_too_little_is_left_is_not_begun() -> None:

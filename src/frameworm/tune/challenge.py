@@ -17,6 +17,7 @@ from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, Tun
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
+WANTS_CHECK = "needs a longer check"
 # What would take a larger share of the budget for its longer check waits until all else was tried.
 MOST_OF_BUDGET = 0.7
 
@@ -149,7 +150,7 @@ class Challenge:
             share = 1.0 if last else MOST_OF_BUDGET
             needs_s = expected_s / share + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
         if not self.ledger.has_room(needs_s, 1):
-            return f"needs a longer check of about {expected_s:.0f} s, or --allow approximate"
+            return f"{WANTS_CHECK} of about {expected_s:.0f} s, or --allow approximate"
         return None
 
     def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:

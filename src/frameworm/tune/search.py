@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from frameworm.guard.proof import MINIMUM_GAIN
-from frameworm.tune.challenge import Challenge, only_gain_failed
+from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
@@ -21,6 +21,7 @@ from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, prom
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 
+_ALL = "everything was tried"
 # Near break-even a change is worth a second trial once the config has changed around it.
 _NEARLY_EVEN = 0.9
 # A change that brought this much is not tried without.
@@ -98,11 +99,16 @@ class Search:
             if self._guess():
                 self._turn_again()
             self._turn_costly()
-            why = "everything was tried"
+            why = _ALL
         except BudgetSpentError as spent:
             why = str(spent)
         self._prove_total()
         self._list_skipped(why)
+        unchecked = [
+            item.label for item in self.result.attempts if item.status == "skipped" and WANTS_CHECK in item.reason
+        ]
+        if unchecked and why == _ALL:
+            why = f"all was tried that the budget has time for; {unchecked[0]} {WANTS_CHECK}"
         return self._ended(why)
 
     # One knob
