@@ -17,10 +17,10 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## create .venv with everything needed
 
-demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be made faster for two minutes at most
+demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be made faster , which takes a minute or two
 	@$(BIN)/frameworm train --config configs/quickstart.yaml
 	@echo
-	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 2m --out "$$(mktemp -d)/tune"
+	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 3m --out "$$(mktemp -d)/tune"
 
 test: $(STAMP)  ## the whole test suite, in parallel, SLURM beside it; what measures delays comes last, alone
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; export OMP_NUM_THREADS=1; \
