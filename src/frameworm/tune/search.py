@@ -104,9 +104,8 @@ class Search:
             why = str(spent)
         self._prove_total()
         self._list_skipped(why)
-        unchecked = [
-            item.label for item in self.result.attempts if item.status == "skipped" and WANTS_CHECK in item.reason
-        ]
+        skipped = [item for item in self.result.attempts if item.status == "skipped" and item.why != "interaction"]
+        unchecked = [item.label for item in skipped if WANTS_CHECK in item.reason]
         if unchecked and why == _ALL:
             why = f"all was tried that the budget has time for; {unchecked[0]} {WANTS_CHECK}"
         return self._ended(why)
