@@ -118,28 +118,22 @@ def learnable(config: Config) -> tuple[Any, ...]:
 
 def learnable_config(trick: str = "none", pause_s: float = 0.0) -> Config:
     """A config of that workload: one epoch of 64 steps."""
-    return load_config_from_mapping(
-        {
-            "name": "learnable",
-            "workload": "live_workloads:learnable",
-            "model": {"trick": trick, "pause_s": pause_s},
-            "data": {"num_workers": 0},
-            "training": {"epochs": 1, "global_batch": 16, "lr": 1e-2, "cpu_threads": 1},
-            "gpu": {"device": "cpu"},
-        },
-        environ={},
-    )
+    return _config("learnable", trick, pause_s, epochs=1)
 
 
 def tricky_config(trick: str = "none", pause_s: float = 1e-3) -> Config:
-    """A config of that workload."""
+    """A config of the small workload."""
+    return _config("workload", trick, pause_s, epochs=4)
+
+
+def _config(workload: str, trick: str, pause_s: float, epochs: int) -> Config:
     return load_config_from_mapping(
         {
             "name": "tricky",
-            "workload": "live_workloads:workload",
+            "workload": f"live_workloads:{workload}",
             "model": {"trick": trick, "pause_s": pause_s},
             "data": {"num_workers": 0},
-            "training": {"epochs": 4, "global_batch": 16, "lr": 1e-2, "cpu_threads": 1},
+            "training": {"epochs": epochs, "global_batch": 16, "lr": 1e-2, "cpu_threads": 1},
             "gpu": {"device": "cpu"},
         },
         environ={},

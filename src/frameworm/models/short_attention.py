@@ -15,7 +15,7 @@ _WIDTHS = (16, 32, 64)  # of a head
 _LONGEST = 512
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot trace the question
 
-# Own rows, rows at a time, warps, stages: the fastest of nine on an H200, for texts of 50 and of 250 tokens alike.
+# Own rows, rows at a time, warps, stages; found by trial on an H200 with texts of AG News' and of IMDB's lengths.
 _FORWARD_TILES = (64, 64, 4, 3)
 _BACKWARD_TILES = (64, 64, 4, 2)
 

@@ -149,7 +149,7 @@ class LongerRequest:
         candidate: The side after it.
         steps: Steps of each training.
         looks: Numbers of seeds after which it is judged; the first answer that stands ends it.
-        expected_s: What all looks should take.
+        expected_s: What it should take until the second look.
         label: What is checked, for people.
         timeout_s: Seconds it may take, if that is less than some times what is expected.
     """
