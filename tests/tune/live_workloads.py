@@ -17,7 +17,7 @@ from frameworm.models.workloads import Workload
 from frameworm.tune.knobs import Knob
 
 SAMPLES, FEATURES = 512, 16
-_PAUSES = {"half": 0.3, "freeze": 0.5, "good": 0.5}
+_PAUSES = {"half": 0.1, "freeze": 0.5, "good": 0.5}
 
 
 class Classifier(nn.Module):

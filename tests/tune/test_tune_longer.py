@@ -197,7 +197,7 @@ SHORT = Longer(least_steps=64, looks=(3, 6))
 @pytest.mark.slow
 def test_real_trainings_tell_what_harms_from_what_does_not(tmp_path: Path) -> None:
     knob = trick_knob("half", "good", mathematics="more")
-    start = learnable_config(pause_s=2e-4)
+    start = learnable_config(pause_s=4e-4)
     result = tune(start, tmp_path, budget=Budget(110.0), knobs=[knob], effort=QUICK, longer=SHORT)
     told = {item.label: item for item in result.attempts}
     assert told["model.trick=half"].status == "rejected", told["model.trick=half"].reason
