@@ -99,12 +99,25 @@ def test_short_steps_are_measured_whole_and_divided_now_and_then(device: Device)
     assert [item.payload for item in timed] == list(range(80))
     assert all(item.step_s == pytest.approx(0.005) for item in timed)
     divided = [item for item in timed if item.phases]
-    later = [item for item in divided if item.payload >= GROUP_STEPS]
+    later = [item for item in divided if item.payload > GROUP_STEPS]
     assert [item.payload % DIVIDE_EVERY for item in later] == [0] * len(later)
     assert len(later) == (80 - GROUP_STEPS) // DIVIDE_EVERY
     assert all(item.phases[BACKWARD] == pytest.approx(0.002) for item in divided)
     assert device.recorded < 80 * 2
     assert clock.note is not None
+
+
+@pytest.mark.parametrize("period", [GROUP_STEPS, 10, 32])
+def test_what_recurs_is_seen_by_its_true_share(device: Device, period: int) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    timed = []
+    for number in range(GROUP_STEPS + 20 * period * DIVIDE_EVERY):
+        if number % period == 0:
+            device.work(0.001)
+        timed += _step(clock, device, number, 0.5)
+    divided = [item for item in timed + clock.drain() if item.phases and item.payload > GROUP_STEPS]
+    seen_s = sum(item.step_s - 0.005 for item in divided) / len(divided)
+    assert seen_s == pytest.approx(0.001 / period, rel=0.06)
 
 
 def test_a_transfer_is_seen_in_the_short_steps_that_are_divided(device: Device) -> None:
@@ -126,18 +139,18 @@ def test_a_transfer_is_seen_in_the_short_steps_that_are_divided(device: Device) 
 
 def test_checkpoints_and_validation_are_seen_in_short_steps_too(device: Device) -> None:
     clock = CudaClock(torch.device("cuda"))
-    timed = [item for number in range(27) for item in _step(clock, device, number, 0.5)]
+    timed = [item for number in range(29) for item in _step(clock, device, number, 0.5)]
     device.work(0.25)
     clock.mark(CHECKPOINT)
-    timed += _step(clock, device, 27, 0.5)
-    timed += _step(clock, device, 28, 0.5)
+    timed += _step(clock, device, 29, 0.5)
+    timed += _step(clock, device, 30, 0.5)
     clock.divide()
-    timed += _step(clock, device, 29, 0.5, validation=0.5)
+    timed += _step(clock, device, 31, 0.5, validation=0.5)
     timed += clock.drain()
-    assert timed[27].phases[CHECKPOINT] == pytest.approx(0.25)
-    assert timed[27].step_s == pytest.approx(0.255)
-    assert timed[28].phases == {}
-    assert timed[29].phases[VALIDATION] == pytest.approx(0.5)
+    assert timed[29].phases[CHECKPOINT] == pytest.approx(0.25)
+    assert timed[29].step_s == pytest.approx(0.255)
+    assert timed[30].phases == {}
+    assert timed[31].phases[VALIDATION] == pytest.approx(0.5)
     for item in timed:
         if item.phases:
             assert sum(item.phases.values()) == pytest.approx(item.step_s)
@@ -216,7 +229,7 @@ def test_buckets_are_noted_only_in_steps_that_are_divided(device: Device) -> Non
         wanted.append(recorder._wanted is not None and recorder._wanted())
         _step(clock, device, number, 0.5)
     assert all(wanted[:GROUP_STEPS])
-    assert sum(wanted[GROUP_STEPS:]) == (40 - GROUP_STEPS) // DIVIDE_EVERY
+    assert sum(wanted[GROUP_STEPS + 1 :]) == (40 - GROUP_STEPS) // DIVIDE_EVERY
 
 
 @pytest.mark.parametrize(("gap_s", "hidden"), [(0.05, 1.0), (0.06, 1.0), (0.025, 0.5)])

@@ -25,7 +25,7 @@ from frameworm.records.statistics import DEFAULT_WARMUP
 
 # Below this a GPU step feels the events at every border: only one step in a few is divided.
 SHORT_STEP_S = 0.01
-DIVIDE_EVERY = 8
+DIVIDE_EVERY = 7  # what recurs every 8, 10 or 32 steps then shows by its true share
 # What is known about a step only when the next one runs the model.
 STEPS_HELD_BACK = 1
 # Short steps are made into records several at a time, while the code for that is in the processor's caches.
