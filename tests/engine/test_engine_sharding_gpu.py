@@ -85,7 +85,9 @@ def test_sharding_by_nccl_equals_one_process(
     for reached, wanted, what in ((found, expected, "seven steps"), (again, longer, "seven steps, then two more")):
         share, where = apart(reached, wanted, start)
         assert share < (HALF_APART if plain else FP32_APART), f"{what}: {share:.2g} of the way apart; {where}"
-    assert [step[2] for step in steps] == [step[2] for step in expected_steps], "other steps were left out"
+    # A divided SGD is not fused and cannot be told on the device to leave out a step: there nothing is known.
+    left_out = [[bool(step[2]) for step in some] for some in (steps, expected_steps)]
+    assert left_out[0] == left_out[1], "other steps were left out"
     for place, name in enumerate(("loss", "grad_norm")):
         mine, theirs = ([step[place] for step in some if not step[2]] for some in (steps, expected_steps))
         assert mine == pytest.approx(theirs, rel=0.02 if plain else 1e-4), f"{name} in each step"

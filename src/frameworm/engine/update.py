@@ -21,6 +21,24 @@ def accepts_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fused SGD a momentum of zero before its first step.
+
+    torch takes memory as it finds it and fills it in the first update. Where that is left out, the next update starts
+    from whatever lay there.
+    """
+    inner = getattr(optimizer, "optim", optimizer)  # of one whose state is divided among ranks
+    if not isinstance(inner, torch.optim.SGD):
+        return
+    for group in inner.param_groups:
+        # With dampening the first update is another one than from zero.
+        if not (group["fused"] and group["momentum"]) or group["dampening"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.requires_grad and inner.state[parameter].get("momentum_buffer") is None:
+                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 class Update:
     """Applies the gradients of one step.
 
@@ -52,6 +70,8 @@ class Update:
         assert device is not None or strategy is not None
         where = strategy.update_device if strategy is not None else device
         self._on_cpu = where is not None and where.type == "cpu"
+        if not self._on_cpu:
+            begin_momentum(optimizer)
         self._sharded_by = strategy if strategy is not None and strategy.shards_parameters else None
         # torch's own way of clearing records a profiler range at every call, which costs more than the clearing.
         own = getattr(optimizer.zero_grad, "__func__", None)
