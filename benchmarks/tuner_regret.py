@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,7 @@ def combinations_of(config: Config, context: Context, knobs: Sequence[Knob]) -> 
     offered: list[list[Mapping[str, Any]]] = []
     for knob in knobs:
         if knob.why_not(context) is None:
-            # What is approximate is left out of the search, too.
-            values = [item.changes for item in knob.candidates(context) if item.mathematics != "more"]
-            offered.append([{}, *values])
+            offered.append([{}, *(item.changes for item in knob.candidates(context))])
     found = []
     for chosen in itertools.product(*offered):
         changes = {key: value for part in chosen for key, value in part.items()}
@@ -140,6 +139,16 @@ def combinations_of(config: Config, context: Context, knobs: Sequence[Knob]) -> 
         if reason in (None, "already so"):
             found.append(apply_changes(config, changes) if changes else config)
     return list({item.model_dump_json(): item for item in found}.values())
+
+
+def exact(knob: Knob) -> Knob:
+    """The knob without values that do other mathematics: what they cost in quality no time of a step tells."""
+
+    def values(context: Context) -> list[Any]:
+        judge = knob.mathematics
+        return [item for item in knob.values(context) if (judge(item) if callable(judge) else judge) != "more"]
+
+    return replace(knob, values=values)
 
 
 def real(path: Path, overrides: Sequence[str], folder: Path, rounds: int, most: int | None = None) -> dict[str, Any]:
@@ -158,7 +167,7 @@ def real(path: Path, overrides: Sequence[str], folder: Path, rounds: int, most: 
 
     config = load_config(path, overrides)
     context = look_around(config)
-    knobs = [knob for knob in all_knobs() if knob.name in REAL_KNOBS]
+    knobs = [exact(knob) for knob in all_knobs() if knob.name in REAL_KNOBS]
     result = tune(config, folder / "search", knobs=knobs, budget=Budget(trials=10 if most else None))
     tell_progress(f"search: {result.trials} trials and proofs, {list(result.changes)}")
     space = combinations_of(config, context, knobs)

@@ -54,7 +54,7 @@ def test_all_combinations_keep_the_batch_and_leave_out_what_is_approximate(tuner
     config = load_config_from_mapping({"name": "a"}, list(regret.REAL_SETTINGS), environ={})
     machine = MachineFacts("cpu", bf16=True, cpus_usable=2, torch_threads=2)
     context = Context(config, machine, WorkloadFacts(accepts_packed=True, has_token_lengths=True))
-    knobs = [knob for knob in all_knobs() if knob.name in regret.REAL_KNOBS]
+    knobs = [regret.exact(knob) for knob in all_knobs() if knob.name in regret.REAL_KNOBS]
     space = regret.combinations_of(config, context, knobs)
     assert len(space) == 2 * 2 * 2 * 5 * 3
     assert {context.resolve(item).training.global_batch for item in space} == {256}

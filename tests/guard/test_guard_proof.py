@@ -244,6 +244,27 @@ def test_what_nobody_counted_is_vouched_for_by_a_longer_check_only() -> None:
     assert not lacks_only_quality(prove(fast, unnamed, mathematics="more"))
 
 
+@pytest.mark.parametrize(
+    ("factor", "as_rounding", "as_more"),
+    [
+        (1.2, "accepted", "accepted"),
+        (1.6, "rejected", "accepted"),
+        (2.5, "rejected", "rejected"),
+        (0.0, *["rejected"] * 2),
+    ],
+)
+def test_other_samples_in_each_step_may_move_parameters_a_little_otherwise(
+    factor: float, as_rounding: str, as_more: str
+) -> None:
+    side = train()
+    assert side.updates is not None
+    name = next(iter(side.updates))
+    evidence = evidence_of(Learning(side.steps, {**side.updates, name: factor * side.updates[name]}))
+    pairs = windows(0.1, 6, quiet(0))
+    assert prove(pairs, evidence, mathematics="rounding").verdict == as_rounding
+    assert prove(pairs, evidence, mathematics="more", consent=True).verdict == as_more
+
+
 def test_a_parameter_that_rounding_alone_moves_may_move_otherwise() -> None:
     side = train()
     noisy = {**side.updates, "key_bias": 1e-5}  # type: ignore[dict-item]

@@ -17,6 +17,8 @@ Mathematics = Literal["nothing", "rounding", "more"]
 MINIMUM_GAIN = 0.01
 # Norms of updates that rounding may change; optimizers divide by noisy gradients, which is why this is no small number.
 _UPDATE_RATIO = 1.25
+# Other samples in each step move parameters otherwise; how well they learn is for the check of quality to say.
+_OTHER_UPDATE_RATIO = 2.0
 
 
 class StepEvidence(NamedTuple):
@@ -208,7 +210,8 @@ def _learning_checks(
 ) -> tuple[list[Check], list[float]]:
     if evidence is None:
         return [Check("learning", None, "nothing is known about what was learned")], []
-    checks = [_samples(evidence), _real_tokens(evidence), _parameters(evidence)]
+    most = _OTHER_UPDATE_RATIO if mathematics == "more" else _UPDATE_RATIO
+    checks = [_samples(evidence), _real_tokens(evidence), _parameters(evidence, most)]
     if mathematics == "more":
         return [*checks, _finite(evidence), _approximate(consent, quality)], []
     losses = check_losses(
@@ -241,14 +244,14 @@ def _same_per_step(evidence: Evidence, name: str, before: Sequence[Any], which: 
     return Check(name, True, f"the same in {len(before)} steps")
 
 
-def _parameters(evidence: Evidence) -> Check:
+def _parameters(evidence: Evidence, most: float) -> Check:
     before, after = evidence.baseline.updates, evidence.candidate.updates
     if before is None or after is None:
         return Check("parameters", None, "not known")
     if set(before) != set(after):
         named = sorted(set(before) ^ set(after))
         return Check("parameters", False, f"only one side has {named[0]}{_and_more(len(named) - 1)}")
-    far = [name for name in before if not _alike(name, before[name], after[name], evidence.references)]
+    far = [name for name in before if not _alike(name, before[name], after[name], evidence.references, most)]
     if not far:
         return Check("parameters", True, f"the same {len(before)} were updated")
     name = far[0]
@@ -256,13 +259,13 @@ def _parameters(evidence: Evidence) -> Check:
     return Check("parameters", False, f"{name} {what}{_and_more(len(far) - 1)}")
 
 
-def _alike(name: str, before: float, after: float, references: Sequence[Learning]) -> bool:
-    """Whether two updates are of one size, or as unlike as the baseline's own are after a push by rounding.
+def _alike(name: str, before: float, after: float, references: Sequence[Learning], most: float) -> bool:
+    """Whether no update is more than `most` times the other, or they are as unlike as after a push by rounding.
 
     A parameter without a gradient of its own, such as the bias of attention's keys, is moved by rounding alone.
     """
     usual = [_times(before, item.updates[name]) for item in references if item.updates and name in item.updates]
-    return _times(before, after) <= max(_UPDATE_RATIO, *(1 + 2 * (item - 1) for item in usual), 0.0)
+    return _times(before, after) <= max(most, *(1 + 2 * (item - 1) for item in usual), 0.0)
 
 
 def _times(one: float, other: float) -> float:
