@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup demo test lint format bench campaign docs clean
+.PHONY: help setup demo test kernels lint format bench campaign docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
 
@@ -28,6 +28,12 @@ test: $(STAMP)  ## the whole test suite, in parallel, SLURM beside it; what meas
 	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not timing and not cluster" tests || failed=1; \
 	wait $$cluster || failed=1; cat "$$log"; exit $$failed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timing tests
+
+kernels: $(STAMP)  ## the tests of the Triton kernels where there is no GPU, in triton's interpreter
+	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target .venv/triton triton==3.9.0
+	@PYTHONPATH=.venv/triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) \
+	  $$(grep -l triton_here -r tests --include='test_*.py')
 
 lint: $(STAMP)  ## ruff, mypy (strict) and the rules of the house
 	@$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -104,6 +104,19 @@ def _rank_context() -> multiprocessing.context.BaseContext:
         preloaded += ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
     context.set_forkserver_preload(preloaded)
     return context
+
+
+@pytest.fixture
+def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU triton's interpreter takes tensors of the CPU; see triton_here.py."""
+    import torch
+
+    from triton_here import INTERPRETED
+
+    if INTERPRETED:
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        properties = SimpleNamespace(multi_processor_count=2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.fixture

@@ -1,13 +1,8 @@
-"""The one-pass update does what torch's clipping and AdamW do, on the same state.
-
-Without a GPU the kernels run in the interpreter of triton, if the environment holds TRITON_INTERPRET=1.
-"""
+"""The one-pass update does what torch's clipping and AdamW do, on the same state."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,20 +17,13 @@ from frameworm.engine import adamw_kernel
 from frameworm.engine.adamw_kernel import FusedUpdate
 from frameworm.engine.half_weights import HalfWeights
 from frameworm.errors import ModelError, StateError
+from triton_here import DEVICE, INTERPRETED, needs_gpu, needs_kernels
 
 SHAPES: list[tuple[int, ...]] = [(1,), (3,), (65537,), (64, 128), (), (2048,), (0, 4), (8192,)]
-GPU = torch.cuda.is_available()
-INTERPRETED = not GPU and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-
-kernels = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED),
-    reason="needs triton, and a CUDA device or TRITON_INTERPRET=1",
-)
 
 
 def on_gpu(test: Callable[..., None]) -> Any:
-    return kernels(pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA device")(test)))
+    return needs_kernels(pytest.mark.gpu(needs_gpu(test)))
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +98,7 @@ def _pair(**settings: Any) -> tuple[list[nn.Parameter], torch.optim.AdamW, Fused
     return ours, optimizer, FusedUpdate(optimizer, ours), theirs, _optimizer(theirs, **settings)
 
 
-@kernels
+@needs_kernels
 @pytest.mark.parametrize("clip_norm", [None, 1.0, 1e6])
 @pytest.mark.parametrize("factor", [None, 0.25])
 def test_equals_torch(clip_norm: float | None, factor: float | None) -> None:
@@ -140,7 +128,7 @@ def test_equals_torch(clip_norm: float | None, factor: float | None) -> None:
     assert optimizer.state[ours[2]]["step"] == 3, "without a gradient a parameter makes no step"
 
 
-@kernels
+@needs_kernels
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_bad_gradients_change_nothing(bad: float) -> None:
     ours, optimizer, update, theirs, expected = _pair()
@@ -160,7 +148,7 @@ def test_bad_gradients_change_nothing(bad: float) -> None:
     assert not optimizer.state[ours[3]]["exp_avg"].isnan().any()
 
 
-@kernels
+@needs_kernels
 def test_bad_gradients_spoil_everything_when_not_skipped() -> None:
     ours, _, update, theirs, expected = _pair()
     for parameters in (ours, theirs):
@@ -173,7 +161,7 @@ def test_bad_gradients_spoil_everything_when_not_skipped() -> None:
     assert ours[0].isnan().all()
 
 
-@kernels
+@needs_kernels
 def test_torch_can_take_over_and_give_back() -> None:
     ours, optimizer, update, theirs, expected = _pair()
     for step in range(8):
@@ -194,7 +182,7 @@ def test_torch_can_take_over_and_give_back() -> None:
     _same(optimizer, expected)
 
 
-@kernels
+@needs_kernels
 def test_state_that_counts_on_the_host_is_brought_over() -> None:
     ours, optimizer, update, theirs, expected = _pair()
     for step in range(2):
@@ -209,7 +197,7 @@ def test_state_that_counts_on_the_host_is_brought_over() -> None:
     _same(optimizer, expected)
 
 
-@kernels
+@needs_kernels
 def test_learning_rates_as_tensors_and_changed_settings() -> None:
     rates = [torch.tensor(0.01, device=DEVICE), torch.tensor(0.01, dtype=torch.float64, device=DEVICE)]
     ours, optimizer, update, theirs, expected = _pair()
@@ -229,7 +217,7 @@ def test_learning_rates_as_tensors_and_changed_settings() -> None:
     _same(optimizer, expected)
 
 
-@kernels
+@needs_kernels
 def test_more_tensors_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw_kernel, "_TENSORS_PER_LAUNCH", 3)
     ours, optimizer, update, theirs, expected = _pair()
@@ -241,7 +229,7 @@ def test_more_tensors_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> 
     _same(optimizer, expected)
 
 
-@kernels
+@needs_kernels
 def test_layouts() -> None:
     """Parameters in another order of dimensions, gradients in another than theirs, memory that is not aligned."""
     pairs = []
@@ -262,7 +250,7 @@ def test_layouts() -> None:
     _same(optimizer, expected)
 
 
-@kernels
+@needs_kernels
 @pytest.mark.parametrize(("clip_norm", "bad"), [(1.0, False), (None, False), (1.0, True)])
 def test_gradients_and_weights_in_half_precision(clip_norm: float | None, bad: bool) -> None:
     """Equal to the bit to the same gradients in fp32; the weights in half precision are the parameters, cast."""
@@ -301,7 +289,7 @@ def test_gradients_and_weights_in_half_precision(clip_norm: float | None, bad: b
             assert torch.equal(written, cast)
 
 
-@kernels
+@needs_kernels
 def test_without_any_gradient() -> None:
     ours, optimizer, update, _, _ = _pair()
     norm, skipped = update(1.0, True)
@@ -311,7 +299,7 @@ def test_without_any_gradient() -> None:
     assert not optimizer.state[ours[0]]
 
 
-@kernels
+@needs_kernels
 def test_schedulers_of_torch_see_the_steps() -> None:
     ours, optimizer, update, _, _ = _pair()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -320,7 +308,7 @@ def test_schedulers_of_torch_see_the_steps() -> None:
     scheduler.step()  # warnings are errors here
 
 
-@kernels
+@needs_kernels
 def test_sparse_gradients_are_refused() -> None:
     parameter = _parameters([(4, 4)])[0]
     update = FusedUpdate(torch.optim.AdamW([parameter], fused=True), [parameter])
@@ -402,7 +390,7 @@ print(adamw_kernel.FusedUpdate.supports(optimizer, parameters, torch.device("cpu
     assert "triton is not installed" in done.stdout
 
 
-@kernels
+@needs_kernels
 def test_supported() -> None:
     parameters = _parameters()
     frozen = nn.Parameter(torch.zeros(2, device=DEVICE, dtype=torch.float64), requires_grad=False)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from frameworm.errors import ModelError
 from frameworm.models import linear_loss
 from frameworm.models.linear_loss import choose_chunk, linear_cross_entropy
+from triton_here import DEVICE, needs_gpu, needs_kernels
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 quiet_bf16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
@@ -193,19 +193,20 @@ def test_chunks_are_bounded(tokens: int, vocabulary: int, chunk: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
+@needs_kernels
+@pytest.mark.usefixtures("interpreted_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocabulary", [5, 64, 50_304])
+@pytest.mark.parametrize("vocabulary", [5, 64, 9000, 50_304])
 def test_kernel_equals_torchs_operations(dtype: torch.dtype, vocabulary: int) -> None:
     from frameworm.models.kernels import cross_entropy_rows
 
     torch.manual_seed(0)
-    logits = (torch.randn(33, vocabulary, device="cuda") * 4).to(dtype)
-    targets = torch.randint(vocabulary, (33,), device="cuda")
+    logits = (torch.randn(33, vocabulary, device=DEVICE) * 4).to(dtype)
+    targets = torch.randint(vocabulary, (33,), device=DEVICE)
     targets[7] = -100
     results = []
     for function in (cross_entropy_rows, linear_loss._cross_entropy_rows):
-        rows, losses = logits.clone(), torch.empty(33, device="cuda")
+        rows, losses = logits.clone(), torch.empty(33, device=DEVICE)
         function(rows, targets, losses, -100, True)
         results.append((rows.float(), losses))
     (ours, our_losses), (theirs, their_losses) = results

@@ -1,13 +1,6 @@
-"""The kernels of attention over short packed sequences.
-
-Without a GPU they run in the interpreter of triton, if the environment holds TRITON_INTERPRET=1.
-"""
+"""The kernels of attention over short packed sequences."""
 
 from __future__ import annotations
-
-import contextlib
-import importlib.util
-import os
 
 import pytest
 import torch
@@ -16,24 +9,12 @@ from torch import Tensor
 
 from frameworm.models.attention import packed_self_attention
 from frameworm.models.short_attention import short_attention, suits_short_kernels
+from triton_here import DEVICE, GPU, needs_gpu, needs_kernels
 
-GPU = torch.cuda.is_available()
-INTERPRETED = not GPU and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-needs_kernels = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED),
-    reason="needs triton, and a CUDA device or TRITON_INTERPRET=1",
-)
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 
 # Within one tile, over its border by one, several tiles, empty ones between, and only one token.
 LENGTHS = [(5,), (37, 1, 0, 64, 0, 11), (65, 3), (63, 129, 0), (0, 1), (200, 64, 65, 2)]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 def borders(lengths: tuple[int, ...]) -> Tensor:

@@ -1,12 +1,7 @@
-"""The kernels write the bytes that the plain path of the codecs writes on a CPU.
-
-Without a GPU the kernels run in the interpreter of triton, if the environment holds TRITON_INTERPRET=1.
-"""
+"""The kernels write the bytes that the plain path of the codecs writes on a CPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +13,20 @@ from frameworm.parallel.compression import codecs
 from frameworm.parallel.compression.codecs import Codec, make_codec
 from frameworm.parallel.compression.quantize import Quantizer
 from frameworm.parallel.compression.sparse import TopK
+from triton_here import DEVICE, GPU, INTERPRETED, needs_gpu, needs_kernels
 
-GPU = torch.cuda.is_available()
-INTERPRETED = not GPU and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 COUNTS = [1, 3, 100, 127, 128, 129, 256, 257, 2047, 2048, 4097, 12_345]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ["int8", "int4", "topk"]
 
 
 def _marked(test: Callable[..., None]) -> Any:
-    missing = importlib.util.find_spec("triton") is None or not (GPU or INTERPRETED)
-    test = pytest.mark.skipif(missing, reason="needs triton, and a CUDA device or TRITON_INTERPRET=1")(test)
+    test = needs_kernels(test)
     return pytest.mark.gpu(test) if GPU else test
 
 
 def on_gpu(test: Callable[..., None]) -> Any:
-    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA device")(_marked(test)))
+    return pytest.mark.gpu(needs_gpu(_marked(test)))
 
 
 @pytest.fixture
