@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/gpt_mfu.py --micro-batches 64 --rounds 5
 
-`plain`: the same decoder with GPT-2's vocabulary of 50,257, torch.compile, bf16 autocast, fused AdamW, clipping and
-F.cross_entropy over whole logits, in a loop as one writes it. `frameworm`: configs/gpt2_124m_fast.yaml through
-`frameworm train`'s own path, run folder and records on: vocabulary padded to 50,304, fused loss, compilation, capture.
+`plain`: the same decoder by torch's own operations with GPT-2's vocabulary of 50,257, torch.compile, bf16 autocast,
+fused AdamW, clipping and F.cross_entropy over whole logits, in a loop as one writes it. `frameworm`:
+configs/gpt2_124m_fast.yaml through `frameworm train`'s own path, run folder and records on: vocabulary padded to
+50,304, fused loss, compilation, capture, and the kernels that the model has of its own.
 Both read random tokens of the 50,257. They live in processes of their own and take turns (see live.py).
 
 FLOPs per token = 6 x parameters that multiply (the head once, embedding look-ups not) + 6 x layers x width x context:
@@ -118,6 +119,8 @@ def plain(gate: Gate, work: Work) -> dict[str, Any]:
         dropout=settings.dropout,
         fused_loss=False,
     ).to(device)
+    for layer in model.layers:
+        layer.own_kernels = False  # type: ignore[assignment]
     compiled: nn.Module = model if work.mode == "off" else torch.compile(model, mode=work.mode)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True

@@ -24,12 +24,12 @@ def gone(value): os._exit(3)
 def slowly(value): time.sleep(600)
 
 if __name__ == "__main__":
-    children.PRELOADED[:] = []
+    children.PRELOADED[:] = ["torch"]
     from memory_plan import may_start
     assert may_start(200, [], 100), "whoever is alone may have all"
     assert may_start(30, [30], 100) and not may_start(31, [30], 100)
     assert not may_start(1, [1, 1], 100, most=2)
-    jobs = [Job("a", function, (1,), limit) for function, limit in ((well, 60), (badly, 60), (gone, 60), (slowly, 4))]
+    jobs = [Job("a", function, (1,), limit) for function, limit in ((well, 60), (badly, 60), (gone, 60), (slowly, 1))]
     pids = [job._process.pid for job in jobs]
     while any(job.poll() is None for job in jobs):
         time.sleep(0.05)

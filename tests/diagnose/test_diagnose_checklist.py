@@ -12,9 +12,10 @@ import pytest
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.resolve import resolve
-from frameworm.diagnose import known_gains
+from frameworm.diagnose import checklist_device, known_gains
 from frameworm.diagnose.checklist import Subject, check_config
 from frameworm.diagnose.rules import CODES
+from frameworm.models.causal_attention import fits_causal_kernels
 from frameworm.records.machine import ChecklistItem, GpuFacts, Intent, MachineFacts, PlanFacts, StorageFacts
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +100,16 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], str, str, dict[str, Any]
         "not known",
         {"facts": replace(MACHINE, cpus_usable=None)},
     ),
-    ("attention kernels", GPT, (), "not done", "gpu.use_flash_attention=cudnn", {}),
-    ("attention kernels", GPT, (), "done", "9", {"facts": replace(MACHINE, gpus=(replace(GPU, capability=8.0),))}),
+    ("attention kernels", GPT, (), "done", "our own", {}),
+    ("attention kernels", GPT, ("model.n_heads=6",), "not done", "gpu.use_flash_attention=cudnn", {}),
+    (
+        "attention kernels",
+        GPT,
+        ("model.max_seq_len=1000",),
+        "done",
+        "9",
+        {"facts": replace(MACHINE, gpus=(replace(GPU, capability=8.0),))},
+    ),
     ("attention kernels", TEXT, (), "done", "auto", {}),
     ("attention kernels", TEXT, ("gpu.use_flash_attention=false",), "not done", "attention=auto", {}),
     ("fused loss", GPT, ("model.fused_loss=false",), "not done", "model.fused_loss=auto", {}),
@@ -306,7 +315,7 @@ def test_gains_are_of_the_case_at_hand() -> None:
     assert (full.basis, selective.basis) == ("modelled", "unknown")
     capture = "whole step as one CUDA graph"
     by_workload = [checked(values)[capture].gain for values in (TEXT, GPT, OWN)]
-    assert [gain and gain.value for gain in by_workload] == [20.5, 1.14, None]
+    assert [gain and gain.value for gain in by_workload] == [20.5, known_gains.GPT_FAST.value, None]
     assert "tune also tries packed" in checked(TEXT, facts=CPU)["no padding"].reason
     assert "tune also tries packed" not in checked(TEXT)["no padding"].reason
 
@@ -335,6 +344,13 @@ def test_padding_is_that_of_the_file(key: tuple[str, int, int]) -> None:
         padded["computed_tokens"] / bucketed["computed_tokens"],
     )
     assert known_gains.PADDING[key] == pytest.approx(expected, abs=0.006)
+
+
+def test_gpt_has_kernels_of_its_own_for_these_sizes() -> None:
+    for width in (16, 32, 48, 64, 128):
+        for length in (64, 128, 1000, 1024):
+            listed = width in checklist_device.OWN_WIDTHS and length % checklist_device.OWN_LENGTHS == 0
+            assert listed == fits_causal_kernels(width, length)
 
 
 def test_other_gains_are_those_of_the_files() -> None:

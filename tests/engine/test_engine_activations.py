@@ -164,6 +164,23 @@ def test_again_and_off() -> None:
     assert len(gradients(model, loss_of)) > 1
 
 
+def test_single_products_are_kept_only_of_layers_without_fused_ones() -> None:
+    model = GPT(11, d_model=16, n_heads=2, num_layers=2, max_seq_len=8)
+
+    def own() -> set[bool]:
+        return {bool(layer.own_kernels) for layer in model.layers}
+
+    apply(model, "full")
+    assert own() == {True}
+    apply(model, "selective")
+    assert own() == {False}
+    apply(model, "selective", whole=True)
+    assert own() == {True}
+    apply(model, "selective")
+    apply(model, "off")
+    assert own() == {True}
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_recompute_with_their_own_weights(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, loss_of = gpt()

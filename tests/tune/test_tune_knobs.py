@@ -92,6 +92,14 @@ def test_each_setting_of_the_fast_configs_is_within_reach(name: str) -> None:
         assert any(setting_of(there.resolve(config), key) == wanted for config in reached), key
 
 
+def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:
+    knob = knob_named("flash_attention")
+    for width, wanted in ((768, []), (576, ["cudnn"])):
+        config = config_of(workload="gpt", model={"d_model": width}, data={"dataset": "text", "root": "x"})
+        found = knob.candidates(Context(config, H200))
+        assert [candidate.changes["gpu.use_flash_attention"] for candidate in found] == wanted
+
+
 def test_knobs_name_real_settings_and_real_findings() -> None:
     codes = {
         *("input_bound", "transfer_bound", "host_bound", "compute_bound", "communication_bound", "straggler"),

@@ -209,8 +209,8 @@ class GPUConfig(Section):
     )
     use_flash_attention: bool | Literal["auto", "cudnn"] = Field(
         default="auto",
-        description="false keeps attention off the flash kernels; cudnn prefers cuDNN's, faster on Hopper but slow to "
-        "plan each new shape.",
+        description="false keeps attention off the flash kernels and off our own; cudnn asks for cuDNN's, fast on "
+        "Hopper but slow to plan each new shape.",
     )
     benchmark: bool = Field(default=True, description="Let cuDNN time its algorithms; off in deterministic mode.")
     deterministic: bool = Field(default=False, description="Same seed, same bits; wins over every faster choice.")

@@ -10,6 +10,7 @@ from frameworm.records.machine import ChecklistItem
 
 FUSED_LOSS_WORDS = 8192  # from where model.fused_loss: auto is on
 HOPPER = 9.0
+OWN_WIDTHS, OWN_LENGTHS = (32, 64), 128  # heads and contexts for which gpt has attention kernels of its own
 
 
 def device_items(subject: Subject) -> list[ChecklistItem]:
@@ -56,6 +57,8 @@ def _attention(subject: Subject) -> ChecklistItem:
         gain = unmeasured("flash_attention")
     elif choice == "cudnn" or not isinstance(subject.resolved.model, GPTModelConfig):
         return ChecklistItem(name, "done", f"gpu.use_flash_attention: {str(choice).lower()}")
+    elif _has_own_attention(subject.resolved.model):
+        return ChecklistItem(name, "done", "kernels of our own")
     elif subject.capability is not None and subject.capability < HOPPER:
         return ChecklistItem(name, "done", f"flash; cuDNN's are faster from compute capability {HOPPER:g} on")
     else:
@@ -63,6 +66,10 @@ def _attention(subject: Subject) -> ChecklistItem:
         gain = gpt_gain()
     settings = (f"gpu.use_flash_attention={value}",)
     return ChecklistItem(name, "not done", reason, settings, gain, "flash_attention", "compute_bound")
+
+
+def _has_own_attention(model: GPTModelConfig) -> bool:
+    return model.d_model // model.n_heads in OWN_WIDTHS and model.max_seq_len % OWN_LENGTHS == 0
 
 
 def _fused_loss(subject: Subject) -> ChecklistItem:

@@ -36,6 +36,8 @@ _KEPT = frozenset(
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",
         "torch_attn::_varlen_attn",
+        "frameworm::short_attention",
+        "frameworm::causal_attention",
         "flex_attention",
     }
 )
@@ -48,7 +50,9 @@ def apply_checkpointing(model: nn.Module, memory: MemoryConfig) -> list[nn.Modul
     return apply(model, memory.activation_checkpointing, memory.checkpoint_modules)
 
 
-def apply(model: nn.Module, mode: Mode, classes: Sequence[str] | None = None) -> list[nn.Module]:
+def apply(
+    model: nn.Module, mode: Mode, classes: Sequence[str] | None = None, *, whole: bool = False
+) -> list[nn.Module]:
     """Makes layers of a model recompute their activations in backward.
 
     Gradients stay the same to the bit, dropout included. A second call replaces the first; `off` undoes it.
@@ -58,6 +62,8 @@ def apply(model: nn.Module, mode: Mode, classes: Sequence[str] | None = None) ->
         mode: `full` recomputes whole layers, `selective` all of them but matrix products and attention, `off` nothing.
         classes: Class names of the modules to recompute. None: the model's `checkpoint_layers`, or its ModuleList
             `layers`.
+        whole: `selective` leaves operations that do several products at once in one piece. Else layers that have such
+            (`own_kernels`) go without: of one piece all or nothing can be kept.
 
     Returns:
         The modules that recompute.
@@ -76,8 +82,11 @@ def apply(model: nn.Module, mode: Mode, classes: Sequence[str] | None = None) ->
         base = getattr(type(module), _BASE, None)
         if base is not None:
             module.__class__ = base
+            vars(module).pop("own_kernels", None)
     for module in chosen:
         module.__class__ = _recomputing(type(module), mode)
+        if mode == "selective" and not whole and hasattr(module, "own_kernels"):
+            module.own_kernels = False  # type: ignore[assignment]
     return chosen
 
 

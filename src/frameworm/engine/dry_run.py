@@ -34,7 +34,7 @@ from frameworm.scaling.memory_shapes import ModelShapes, block
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS = ("activations", "weight_copies", "loss", "workspace", "gradients")
 # The compiler recomputes what is cheap but cannot look into operations of our own.
-_OPAQUE = frozenset({"frameworm::bias_gelu"})
+_OPAQUE = frozenset({"frameworm::feed_forward"})
 
 
 class Ledger(TorchDispatchMode):
@@ -161,7 +161,7 @@ class DryRun:
         if compiled and checkpointing == "off":
             self._kept |= _OPAQUE
             with contextlib.suppress(ConfigError):  # a model that does not name its layers counts as not compiled
-                activations.apply(self.model, "selective", checkpoint_modules)
+                activations.apply(self.model, "selective", checkpoint_modules, whole=True)
         else:
             activations.apply(self.model, checkpointing, checkpoint_modules)
         self._loss_function = LossFunction(self.model, loss_fn)

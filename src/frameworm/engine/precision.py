@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from frameworm.errors import DeviceError
 from frameworm.hardware.devices import supports_bf16
 from frameworm.launch.environment import ask_for_deterministic_cublas
+from frameworm.models.causal_attention import ask_for_others
 
 _ATTENTION_ORDER = tuple(torch._C._get_sdp_priority_order())
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +81,7 @@ def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, fla
 
 
 def prefer_cudnn_attention(preferred: bool) -> None:
-    """Put cuDNN first among the kernels that torch chooses from for attention, or back where torch has it.
+    """Put cuDNN first among the kernels for attention, before our own, or back where torch has it.
 
     cuDNN plans each new shape for some tenths of a second, which is why it is not first by itself. torch's public way
     is a context manager, and a run's kernels are chosen wherever the model is traced or called.
@@ -88,3 +89,4 @@ def prefer_cudnn_attention(preferred: bool) -> None:
     cudnn = int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
     preferring = [cudnn, *(backend for backend in _ATTENTION_ORDER if backend != cudnn)]
     torch._C._set_sdp_priority_order(preferring if preferred else list(_ATTENTION_ORDER))
+    ask_for_others(preferred)

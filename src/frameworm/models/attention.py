@@ -34,7 +34,7 @@ def packed_attention(
     Returns:
         [tokens, heads, width of a head].
     """
-    if _fits_flash(query) and _flash_allowed():
+    if _fits_flash(query) and flash_allowed():
         from torch.nn.attention.varlen import varlen_attn  # late: it brings the whole compiler along
 
         more: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causa
     """The same for queries, keys and values that lie side by side: [tokens, 3, heads, width of a head]."""
     if _may_look(offsets):
         return grouped_attention(heads, offsets, causal)
-    if suits_short_kernels(heads, max_length) and _flash_allowed():
+    if suits_short_kernels(heads, max_length) and flash_allowed():
         return short_attention(heads, offsets, max_length, causal)
     query, key, value = heads.unbind(1)
     return packed_attention(query, key, value, offsets, max_length, causal)
@@ -70,7 +70,7 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def _flash_allowed() -> bool:
+def flash_allowed() -> bool:
     """Whether this GPU has the flash kernels and the user lets them run."""
     return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
 

@@ -15,7 +15,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-_TO_BASE_TWO = tl.constexpr(1.4426950408889634)
+TO_BASE_TWO = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
@@ -78,7 +78,7 @@ def _forward_kernel(
         seen = (column < length)[None, :]
         if causal:
             seen = seen & (column[None, :] <= row[:, None])
-        score = tl.where(seen, tl.dot(query, tl.trans(key)) * (scale * _TO_BASE_TWO), -1e30)
+        score = tl.where(seen, tl.dot(query, tl.trans(key)) * (scale * TO_BASE_TWO), -1e30)
         highest = tl.maximum(summit, tl.max(score, 1))
         power = tl.exp2(score - highest[:, None])
         shrink = tl.exp2(summit - highest)
@@ -138,7 +138,7 @@ def _backward_kernel(
         seen = (row < length)[None, :]
         if causal:
             seen = seen & (row[None, :] <= row[:, None])
-        score = tl.dot(query, tl.trans(key)) * (scale * _TO_BASE_TWO)
+        score = tl.dot(query, tl.trans(key)) * (scale * TO_BASE_TWO)
         share = tl.where(seen, tl.exp2(score - log_total[:, None]), 0.0)
         _write(to_values, tl.dot(tl.trans(share.to(value.dtype)), slope), 0, length, stride, width, own)
         inner = tl.sum(output.to(tl.float32) * slope.to(tl.float32), 1)
@@ -157,7 +157,7 @@ def _backward_kernel(
             column = start + tl.arange(0, other)
             log_total = tl.load(totals + column, mask=column < length, other=0.0)
             # Beyond the end a query is zero, and so is what came to it: whatever its share, it adds nothing.
-            share = tl.exp2(tl.dot(key, tl.trans(query)) * (scale * _TO_BASE_TWO) - log_total[None, :])
+            share = tl.exp2(tl.dot(key, tl.trans(query)) * (scale * TO_BASE_TWO) - log_total[None, :])
             if causal:
                 share = tl.where(row[:, None] <= column[None, :], share, 0.0)
             to_value += tl.dot(share.to(value.dtype), slope)
@@ -180,7 +180,7 @@ def _backward_kernel(
             seen = (column < length)[None, :]
             if causal:
                 seen = seen & (column[None, :] <= row[:, None])
-            score = tl.dot(query, tl.trans(key)) * (scale * _TO_BASE_TWO)
+            score = tl.dot(query, tl.trans(key)) * (scale * TO_BASE_TWO)
             share = tl.where(seen, tl.exp2(score - log_total[:, None]), 0.0)
             change = share * (tl.dot(slope, tl.trans(value)) - inner[:, None])
             to_query += tl.dot(change.to(value.dtype), key)

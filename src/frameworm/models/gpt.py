@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.errors import ModelError
-from frameworm.models.bias_gelu import cast_parameters, linear_gelu
+from frameworm.models.causal_attention import causal_attention, suits_causal_kernels
+from frameworm.models.feed_forward import feed_forward
 from frameworm.models.linear_loss import linear_cross_entropy
-from frameworm.models.stream import Residual, as_stream
+from frameworm.models.stream import Residual, as_stream, linear_parameters
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
 
@@ -91,7 +92,7 @@ class GPT(nn.Module):
 
     def autocast_parameters(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters that autocast casts wherever they are read; see engine/half_weights."""
-        return cast_parameters(self)
+        return linear_parameters(self)
 
     def _fuses(self, hidden: Tensor) -> bool:
         if self.fused_loss == "auto":
@@ -100,7 +101,13 @@ class GPT(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal attention, then feed-forward, each on the normalised input and added to it."""
+    """Causal attention, then feed-forward, each on the normalised input and added to it.
+
+    Attributes:
+        own_kernels: Use kernels of our own, which do several operations at once, where they run.
+    """
+
+    own_kernels = True
 
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
@@ -117,16 +124,27 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, length, width] to the same."""
         hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden)))
-        expanded = linear_gelu(self.norm_feedforward(hidden), self.expand)
-        result: Tensor = hidden + self.dropout(self.contract(expanded))
+        result: Tensor = hidden + self.dropout(self._feed_forward(self.norm_feedforward(hidden)))
+        return result
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        if self.own_kernels:
+            return feed_forward(hidden, self.expand, self.contract)
+        result: Tensor = self.contract(F.gelu(self.expand(hidden), approximate="tanh"))
         return result
 
     def _attention(self, hidden: Tensor) -> Tensor:
         batch, length, width = hidden.shape
-        heads = self.query_key_value(hidden).view(batch, length, 3, self.n_heads, width // self.n_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(batch, length, width))
+        sizes = (batch, length, 3, self.n_heads, width // self.n_heads)
+        project = self.query_key_value
+        if self.own_kernels and suits_causal_kernels(hidden, self.n_heads):
+            # The gradient of the bias comes from attention itself.
+            heads = F.linear(hidden, project.weight, project.bias.detach()).view(sizes)
+            mixed = causal_attention(heads, project.bias)
+        else:
+            query, key, value = project(hidden).view(sizes).permute(2, 0, 3, 1, 4).unbind(0)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        result: Tensor = self.attention_output(mixed.reshape(batch, length, width))
         return result
 
 

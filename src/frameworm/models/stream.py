@@ -1,18 +1,34 @@
-"""The stream that the layers of a model add to."""
+"""The numbers in which a model computes, and the stream that its layers add to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Residual = Literal["fp32", "half"]
 
 
 def as_stream(hidden: Tensor, residual: Residual) -> Tensor:
     """What enters the first layer: with `half` in autocast's numbers, where autocast is on, and so all that follows."""
-    device_type = hidden.device.type
-    if residual == "half" and torch.is_autocast_enabled(device_type):
-        return hidden.to(torch.get_autocast_dtype(device_type))
-    return hidden
+    return hidden.to(autocast_dtype(hidden)) if residual == "half" else hidden
+
+
+def autocast_dtype(inputs: Tensor) -> torch.dtype:
+    """The numbers in which a matrix product of these inputs is computed."""
+    device_type = inputs.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else inputs.dtype
+
+
+def computes_in_half(inputs: Tensor) -> bool:
+    """Whether matrix products of these inputs are computed in half precision."""
+    return autocast_dtype(inputs) in (torch.bfloat16, torch.float16)
+
+
+def linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parameters of all linear layers, which autocast casts wherever they are read: modules and names."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield from ((module, name) for name, _ in module.named_parameters(recurse=False))

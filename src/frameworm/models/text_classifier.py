@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from frameworm.errors import ModelError
 from frameworm.models.attention import packed_self_attention, sequence_of_tokens
-from frameworm.models.stream import Residual, as_stream
+from frameworm.models.stream import Residual, as_stream, linear_parameters
 
 # Samples x tokens up to which a matrix product adds up a packed batch; beyond, that matrix would be the largest thing.
 _LARGEST_MEMBERSHIP = 2**26
@@ -106,8 +106,7 @@ class TextClassifier(nn.Module):
 
     def autocast_parameters(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters that autocast casts wherever they are read; see engine/half_weights."""
-        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
-        return ((module, name) for module in linear for name in ("weight", "bias"))
+        return linear_parameters(self)
 
     def _packed(self, input_ids: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
         texts = offsets.size(0) - 1 - -(-input_ids.size(0) // self.max_seq_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frameworm.config.schema import GPTModelConfig, TextClassifierModelConfig
+from frameworm.models.causal_attention import fits_causal_kernels
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Knob
 
@@ -69,8 +70,10 @@ def _capture_applies(context: Context) -> bool | str:
 
 
 def _flash_values(context: Context) -> list[Any]:
-    capability = context.machine.capability
+    capability, model = context.machine.capability, context.resolved.model
     found: list[Any] = ["cudnn"] if capability is None or capability >= 9 else []
+    if isinstance(model, GPTModelConfig) and fits_causal_kernels(model.d_model // model.n_heads, model.max_seq_len):
+        found = []  # it has kernels of its own
     return [*found, "auto"] if context.resolved.gpu.use_flash_attention is False else found
 
 

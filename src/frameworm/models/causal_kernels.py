@@ -1,0 +1,256 @@
+"""Triton kernels of causal attention over sequences of one length; imported late, where there is a GPU and triton.
+
+Queries, keys and values are read, and their gradients written, where they lie side by side, so that nothing is copied
+together around a matrix product. Backward is two kernels, one for the gradients of queries and one for those of keys
+and values: they compute the scores twice and need no atomic sums. Each also leaves the sums of its gradients' columns,
+which are the gradient of the bias that went into them.
+
+The programs of one head run side by side, so that they find its keys and values in the cache.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from frameworm.models.attention_kernels import TO_BASE_TWO, Tiles
+
+
+@triton.jit
+def _rows(pointer, first, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    row = first + tl.arange(0, block)
+    return tl.load(pointer + row[:, None] * stride + tl.arange(0, width)[None, :])
+
+
+@triton.jit
+def _write(pointer, values, first, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    row = first + tl.arange(0, block)
+    place = row[:, None] * stride + tl.arange(0, width)[None, :]
+    tl.store(pointer + place, values.to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def _mix(
+    query, row, keys, values, begin, end, scale,
+    stride: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr,
+    summit, total, result,
+):  # fmt: skip
+    """Go through the keys from `begin` to `end`; `cut` where some of them are not to be seen."""
+    for start in range(begin, end, other):
+        key = _rows(keys, start, stride, width, other)
+        score = tl.dot(query, tl.trans(key)) * scale
+        if cut:
+            score = tl.where(start + tl.arange(0, other)[None, :] <= row[:, None], score, -1e30)
+        highest = tl.maximum(summit, tl.max(score, 1))
+        power = tl.exp2(score - highest[:, None])
+        shrink = tl.exp2(summit - highest)
+        total = total * shrink + tl.sum(power, 1)
+        value = _rows(values, start, stride, width, other)
+        result = tl.dot(power.to(value.dtype), value, result * shrink[:, None])
+        summit = highest
+    return summit, total, result
+
+
+@triton.jit
+def _forward_kernel(
+    heads, mixed, log_totals, length, scale,
+    n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
+):  # fmt: skip
+    """A program owns some queries of one head of one sequence and goes through the keys, longest ways first."""
+    blocks = length // own
+    one = tl.program_id(0) // blocks
+    first = (blocks - 1 - tl.program_id(0) % blocks) * own
+    begin, head = (one // n_heads).to(tl.int64) * length, one % n_heads
+    stride: tl.constexpr = 3 * n_heads * width
+    narrow: tl.constexpr = n_heads * width
+    queries = heads + begin * stride + head * width
+    keys, values = queries + narrow, queries + 2 * narrow
+    query = _rows(queries, first, stride, width, own)
+    row = first + tl.arange(0, own)
+    summit = tl.full([own], -1e30, tl.float32)
+    total = tl.zeros([own], tl.float32)
+    result = tl.zeros([own, width], tl.float32)
+    power_scale = scale * TO_BASE_TWO
+    whole = first // other * other
+    summit, total, result = _mix(
+        query, row, keys, values, 0, whole, power_scale, stride, width, other, False, summit, total, result
+    )
+    summit, total, result = _mix(
+        query, row, keys, values, whole, first + own, power_scale, stride, width, other, True, summit, total, result
+    )
+    _write(mixed + begin * narrow + head * width, result / total[:, None], first, narrow, width, own)
+    tl.store(log_totals + one.to(tl.int64) * length + row, summit + tl.log2(total))
+
+
+@triton.jit
+def _to_query(
+    query, slope, inner, log_total, row, keys, values, begin, end, scale,
+    stride: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr, result,
+):  # fmt: skip
+    """Add up what the keys from `begin` to `end` do to the gradient of the owned queries."""
+    for start in range(begin, end, other):
+        key = _rows(keys, start, stride, width, other)
+        value = _rows(values, start, stride, width, other)
+        share = tl.exp2(tl.dot(query, tl.trans(key)) * scale - log_total[:, None])
+        if cut:
+            share = tl.where(start + tl.arange(0, other)[None, :] <= row[:, None], share, 0.0)
+        change = share * (tl.dot(slope, tl.trans(value)) - inner[:, None])
+        result = tl.dot(change.to(value.dtype), key, result)
+    return result
+
+
+@triton.jit
+def _queries_kernel(
+    heads, mixed, log_totals, gradient, inners, result, sums, length, scale,
+    n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the queries; also what of the outputs' own size the other kernel needs."""
+    blocks = length // own
+    one = tl.program_id(0) // blocks
+    block = blocks - 1 - tl.program_id(0) % blocks
+    sequence, head = one // n_heads, one % n_heads
+    first, begin = block * own, sequence.to(tl.int64) * length
+    stride: tl.constexpr = 3 * n_heads * width
+    narrow: tl.constexpr = n_heads * width
+    queries = heads + begin * stride + head * width
+    keys, values = queries + narrow, queries + 2 * narrow
+    query = _rows(queries, first, stride, width, own)
+    output = _rows(mixed + begin * narrow + head * width, first, narrow, width, own)
+    slope = _rows(gradient + begin * narrow + head * width, first, narrow, width, own)
+    row = first + tl.arange(0, own)
+    log_total = tl.load(log_totals + one.to(tl.int64) * length + row)
+    inner = tl.sum(output.to(tl.float32) * slope.to(tl.float32), 1)
+    tl.store(inners + one.to(tl.int64) * length + row, inner)
+    power_scale = scale * TO_BASE_TWO
+    to_query = tl.zeros([own, width], tl.float32)
+    whole = first // other * other
+    to_query = _to_query(
+        query, slope, inner, log_total, row, keys, values, 0, whole, power_scale, stride, width, other, False, to_query
+    )
+    to_query = _to_query(
+        query, slope, inner, log_total, row, keys, values, whole, first + own, power_scale, stride, width, other, True,
+        to_query,
+    )  # fmt: skip
+    to_query *= scale
+    _write(result + begin * stride + head * width, to_query, first, stride, width, own)
+    place = sums + (sequence * blocks + block).to(tl.int64) * narrow + head * width
+    tl.store(place + tl.arange(0, width), tl.sum(to_query, 0))
+
+
+@triton.jit
+def _to_key_and_value(
+    key, value, row, queries, incoming, totals, inners, begin, end, scale,
+    stride: tl.constexpr, narrow: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr,
+    to_key, to_value,
+):  # fmt: skip
+    """Add up what the queries from `begin` to `end` do to the gradients of the owned keys and values."""
+    for start in range(begin, end, other):
+        column = start + tl.arange(0, other)
+        query = _rows(queries, start, stride, width, other)
+        slope = _rows(incoming, start, narrow, width, other)
+        share = tl.exp2(tl.dot(key, tl.trans(query)) * scale - tl.load(totals + column)[None, :])
+        if cut:
+            share = tl.where(row[:, None] <= column[None, :], share, 0.0)
+        to_value = tl.dot(share.to(value.dtype), slope, to_value)
+        change = share * (tl.dot(value, tl.trans(slope)) - tl.load(inners + column)[None, :])
+        to_key = tl.dot(change.to(value.dtype), query, to_key)
+    return to_key, to_value
+
+
+@triton.jit
+def _keys_kernel(
+    heads, log_totals, gradient, inners, result, sums, length, scale,
+    n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
+):  # fmt: skip
+    """The gradients of keys and values."""
+    blocks = length // own
+    one, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    sequence, head = one // n_heads, one % n_heads
+    first, begin = block * own, sequence.to(tl.int64) * length
+    stride: tl.constexpr = 3 * n_heads * width
+    narrow: tl.constexpr = n_heads * width
+    queries = heads + begin * stride + head * width
+    incoming = gradient + begin * narrow + head * width
+    totals, inners = log_totals + one.to(tl.int64) * length, inners + one.to(tl.int64) * length
+    key = _rows(queries + narrow, first, stride, width, own)
+    value = _rows(queries + 2 * narrow, first, stride, width, own)
+    row = first + tl.arange(0, own)
+    power_scale = scale * TO_BASE_TWO
+    to_key = tl.zeros([own, width], tl.float32)
+    to_value = tl.zeros([own, width], tl.float32)
+    whole = tl.cdiv(first + own, other) * other
+    to_key, to_value = _to_key_and_value(
+        key, value, row, queries, incoming, totals, inners, first // other * other, whole, power_scale,
+        stride, narrow, width, other, True, to_key, to_value,
+    )  # fmt: skip
+    to_key, to_value = _to_key_and_value(
+        key, value, row, queries, incoming, totals, inners, whole, length, power_scale,
+        stride, narrow, width, other, False, to_key, to_value,
+    )  # fmt: skip
+    to_key *= scale
+    to_keys = result + begin * stride + head * width + narrow
+    _write(to_keys, to_key, first, stride, width, own)
+    _write(to_keys + narrow, to_value, first, stride, width, own)
+    place = sums + (sequence * blocks + block).to(tl.int64) * 2 * narrow + head * width + tl.arange(0, width)
+    tl.store(place, tl.sum(to_key, 0))
+    tl.store(place + narrow, tl.sum(to_value, 0))
+
+
+def attend(heads: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The mixed values, [sequences, length, heads, width], and the logarithms to base two of the softmax's sums.
+
+    Args:
+        heads: Queries, keys and values, [sequences, length, 3, heads, width], contiguous; the length is a multiple of
+            the tiles, the width a power of two.
+    """
+    sequences, length, _, n_heads, width = heads.shape
+    mixed = heads.new_empty(sequences, length, n_heads, width)
+    log_totals = heads.new_empty(sequences, n_heads, length, dtype=torch.float32)
+    if heads.numel():
+        with torch.cuda.device(heads.device):
+            _forward_kernel[(sequences * n_heads * (length // tiles.own),)](
+                heads, mixed, log_totals, length, width**-0.5, **_cut(n_heads, width, tiles)
+            )
+    return mixed, log_totals
+
+
+def attend_backward(
+    gradient: Tensor, heads: Tensor, mixed: Tensor, log_totals: Tensor, for_queries: Tiles, for_keys: Tiles
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `heads`, and the sums of its columns; always the same to the bit.
+
+    Returns:
+        The gradient; sums for the queries, [parts, 1, heads, width], and for keys and values, [parts, 2, heads, width],
+        both in fp32 and one part for each tile of rows.
+    """
+    sequences, length, _, n_heads, width = heads.shape
+    result, inners = torch.empty_like(heads), torch.empty_like(log_totals)
+    parts = [sequences * (length // tiles.own) for tiles in (for_queries, for_keys)]
+    query_sums = log_totals.new_empty(parts[0], 1, n_heads, width)
+    other_sums = log_totals.new_empty(parts[1], 2, n_heads, width)
+    scale = width**-0.5
+    if not heads.numel():
+        return result, query_sums, other_sums
+    with torch.cuda.device(heads.device):
+        _queries_kernel[(parts[0] * n_heads,)](
+            heads, mixed, log_totals, gradient, inners, result, query_sums, length, scale,
+            **_cut(n_heads, width, for_queries),
+        )  # fmt: skip
+        _keys_kernel[(parts[1] * n_heads,)](
+            heads, log_totals, gradient, inners, result, other_sums, length, scale, **_cut(n_heads, width, for_keys)
+        )
+    return result, query_sums, other_sums
+
+
+def _cut(n_heads: int, width: int, tiles: Tiles) -> dict[str, int]:
+    return {
+        "n_heads": n_heads,
+        "width": width,
+        "own": tiles.own,
+        "other": tiles.other,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
