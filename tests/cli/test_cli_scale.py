@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -57,17 +56,11 @@ def _of_sweep(out: Path) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-def test_a_sweep_that_was_killed_goes_on_and_leaves_every_file(
-    tmp_path: Path, data_cache_dir: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    config, out = tmp_path / "small.yaml", tmp_path / "sweep"
-    config.write_text(_CONFIG, encoding="utf-8")
-    command = ["scale", "--config", str(config), "--world-sizes", "1,2", "--repeats", "1", "--out", str(out)]
+def test_a_sweep_that_was_killed_goes_on_and_leaves_every_file(frameworm: CommandLine) -> None:
+    out = frameworm.folder / "sweep"
+    command = ["scale", "--config", "small.yaml", "--world-sizes", "1,2", "--repeats", "1", "--out", str(out)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "frameworm", *command],
-        env={**os.environ, "FRAMEWORM_DATA_CACHE_DIR": str(data_cache_dir)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", "frameworm", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     first, second = out / "runs/ws0001-run01/summary.json", out / "runs/ws0002-run01.log"
     try:
@@ -84,8 +77,8 @@ def test_a_sweep_that_was_killed_goes_on_and_leaves_every_file(
         for left in _of_sweep(out):
             kill_tree(left.pid)
     made = first.stat().st_mtime_ns
-    again = cli(*command, "--resume", timeout_s=180)
-    assert again.returncode == 0, again.stderr
+    again = frameworm(*command, "--resume")
+    assert again.code == 0, again.stderr
     assert first.stat().st_mtime_ns == made, "a completed run was made again"
     assert "done before" in again.stderr
     for name in (*TABLES, *(f"generated_{figure}.png" for figure in FIGURES)):
@@ -130,13 +123,11 @@ def test_workers_of_a_launcher_start_no_sweep(frameworm: CommandLine, monkeypatc
     assert "without torchrun or srun" in end.stderr
 
 
-def test_a_run_that_fails_makes_the_exit_code_1(
-    frameworm: CommandLine, cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_run_that_fails_makes_the_exit_code_1(frameworm: CommandLine) -> None:
     broken = frameworm.folder / "broken.yaml"
     broken.write_text("workload: nowhere_at_all:build\ngpu: {device: cpu}\n", encoding="utf-8")
-    end = cli("scale", "--config", broken, "--world-sizes", "1", "--repeats", "2", "--out", frameworm.folder / "out")
-    assert end.returncode == 1, end.stderr
+    end = frameworm("scale", "--config", broken, "--world-sizes", "1", "--repeats", "2", "--out", "out")
+    assert end.code == 1, end.stderr
     assert "nowhere_at_all" in end.stderr
     data = json.loads((frameworm.folder / "out/scaling.json").read_text())
     assert [run["status"] for run in data["runs"]] == ["failed", "skipped"]

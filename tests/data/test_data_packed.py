@@ -536,10 +536,11 @@ def test_chunks_are_not_overwritten_while_the_device_lags(resident: bool, monkey
 DATA = Path(os.environ.get("FRAMEWORM_DATA", "nowhere"))
 
 
-def real_lengths(name: str, cache: Path) -> list[int]:
+def real_lengths(name: str, cache: Path) -> np.ndarray[Any, Any]:
+    """Of every fourth text, four times over: as many to fill batches from, in a quarter of the time."""
     tokenizer = load_tokenizer(str(DATA / "vocab" / "bert-base-uncased-vocab.txt"), "classifier", [], 64, cache)
     texts = find_corpus(name, str(DATA / name), 0).train.read().texts
-    return [len(tokens) for tokens in tokenizer.encode(texts)]
+    return np.tile([len(tokens) for tokens in tokenizer.encode(texts[::4])], 4)
 
 
 def waste(texts: TextDataset, batch: int, batching: Any) -> float:
@@ -561,7 +562,7 @@ def waste(texts: TextDataset, batch: int, batching: Any) -> float:
 @pytest.mark.skipif(not (DATA / "imdb").is_dir(), reason="FRAMEWORM_DATA names no folder with ag_news and imdb")
 @pytest.mark.parametrize(("name", "cuts"), [("ag_news", (128, 256)), ("imdb", (512,))])
 def test_padding_of_real_texts(name: str, cuts: tuple[int, ...], data_cache_dir: Path) -> None:
-    lengths = np.array(real_lengths(name, data_cache_dir))
+    lengths = real_lengths(name, data_cache_dir)
     store = TokenStore(
         Path("nowhere"),
         np.zeros(lengths.sum(), dtype=np.uint16),

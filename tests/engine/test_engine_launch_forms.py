@@ -99,10 +99,6 @@ def _alone(started: Started) -> None:
     started.start(*_train("alone"))
 
 
-def _own_launcher(started: Started) -> None:
-    started.start(*_train("own_launcher"), "--distributed", "--nproc-per-node", "2")
-
-
 def _torchrun(started: Started) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started.start(*torchrun, *_train("torchrun"))
@@ -131,12 +127,12 @@ def _srun(started: Started) -> None:
         started.start(*_train("srun"), "--distributed", **step, SLURM_PROCID=task, SLURM_LOCALID=task)
 
 
-def _interrupted(started: Started) -> None:
+def _own_launcher(started: Started) -> None:
     """Ctrl-C after the first steps, then the same command again."""
-    command = [*_train("interrupted"), "--set", "checkpoint.every_steps=1", "--distributed", "--nproc-per-node", "2"]
+    command = [*_train("own_launcher"), "--set", "checkpoint.every_steps=1", "--distributed", "--nproc-per-node", "2"]
     process = started.start(*command)
     deadline = time.monotonic() + 60
-    while not (started.folder / "interrupted" / "steps-rank0.jsonl").exists() and process.poll() is None:
+    while not (started.folder / "own_launcher" / "steps-rank0.jsonl").exists() and process.poll() is None:
         assert time.monotonic() < deadline, "no step within a minute"
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -162,7 +158,7 @@ def _job_with_a_free_port() -> int:
 @pytest.mark.timeout(300)
 def test_all_launch_forms_train_the_same_model(started: Started) -> None:
     losses: dict[str, dict[str, float]] = {}
-    for form in (_alone, _own_launcher, _torchrun, _once_per_node, _srun, _interrupted):
+    for form in (_alone, _torchrun, _once_per_node, _srun, _own_launcher):
         name = form.__name__[1:]
         form(started)
         ends = started.ends()
@@ -182,7 +178,7 @@ def test_all_launch_forms_train_the_same_model(started: Started) -> None:
         steps = [step for file in files for step in read_steps(file)]
         assert len(steps) == 16 * world_size
         assert sum(step.samples for step in steps) == 404, "every sample once per epoch"
-    together = losses["own_launcher"]
+    together = losses["torchrun"]
     for name, found in losses.items():
         assert found == pytest.approx(together, rel=1e-4 if name == "alone" else 1e-6), losses
 

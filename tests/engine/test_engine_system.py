@@ -46,17 +46,36 @@ class Pause(Callback):
             time.sleep(self._seconds)
 
 
+class PauseUntilLooked(Callback):
+    """Waits after one step until the machine was looked at so many times since."""
+
+    def __init__(self, after: int, samples: Path, looks: int) -> None:
+        self._after = after
+        self._samples = samples
+        self._looks = looks
+
+    def on_step(self, step: StepRecord) -> None:
+        if step.step == self._after:
+            began, deadline = time.time(), time.monotonic() + 30
+            while self._since(began) < self._looks and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _since(self, began: float) -> int:
+        return sum(sample.time > began for sample in read_samples(self._samples)) if self._samples.exists() else 0
+
+
 def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("frameworm-")}
 
 
 def test_the_machine_is_in_the_summary_and_beside_it(tmp_path: Path) -> None:
     before = _threads()
-    record, _ = train(tmp_path / "run", Pause(10, 0.3), system_interval_s=0.1)
+    file = tmp_path / "run" / "system-rank0.jsonl"
+    record, _ = train(tmp_path / "run", PauseUntilLooked(10, file, 2), system_interval_s=0.1)
     assert record.system is not None
     assert record.system.samples >= 2
     assert record.system.rss_bytes is not None
-    samples = read_samples(tmp_path / "run" / "system-rank0.jsonl")
+    samples = read_samples(file)
     assert len(samples) >= record.system.samples, "those before the first and after the last step do not count"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["system"]["rss_bytes"]["max"] == record.system.rss_bytes.max
