@@ -37,20 +37,57 @@ def test_training_uses_the_threads_asked_for() -> None:
     assert torch.get_num_threads() == wanted
 
 
+@pytest.fixture
+def onednn() -> Iterator[bool]:
+    present = torch._C._get_mkldnn_enabled()
+    yield present
+    torch._C._set_mkldnn_enabled(present)
+
+
+class Asks(nn.Sequential):
+    """Notes who computes with oneDNN: the model as a whole, its linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh(), nn.Linear(2, 2))
+        self.seen: list[tuple[str, bool]] = []
+        self[1].forward = self._linear  # type: ignore[method-assign]
+
+    def _linear(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(("linear", torch._C._get_mkldnn_enabled()))
+        if not inputs.isfinite().all():
+            raise RuntimeError("planted")
+        return nn.Linear.forward(self[1], inputs)  # type: ignore[arg-type]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(inputs)
+        self.seen.append(("model", torch._C._get_mkldnn_enabled()))
+        return scores
+
+
+def trained(inputs: torch.Tensor, cpu_onednn: bool | str) -> Asks:
+    model = Asks()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_onednn=cpu_onednn, run_dir=None)
+    trainer.train([(inputs, torch.zeros(4, dtype=torch.long))], epochs=1)
+    return model
+
+
 @pytest.mark.usefixtures("as_before")
-def test_products_by_onednn_or_not() -> None:
-    seen = []
+@pytest.mark.parametrize(
+    ("wanted", "linear", "model"), [(False, False, False), (True, True, True), ("except_linear", False, True)]
+)
+def test_who_computes_with_onednn(wanted: bool | str, linear: bool, model: bool, onednn: bool) -> None:
+    asked = trained(torch.randn(4, 2), wanted)
+    assert asked.seen == [("linear", linear and onednn), ("model", model and onednn)]
+    asked.seen.clear()
+    asked(torch.randn(4, 2))
+    assert asked.seen[0] == ("linear", model and onednn), "what was put on the layers is gone"
 
-    class Asks(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            seen.append(torch._C._get_mkldnn_enabled())
-            return super().forward(inputs)
 
-    for wanted in (False, True):
-        model = Asks(2, 2)
-        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_onednn=wanted, run_dir=None)
-        trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
-    assert seen == [False, torch.backends.mkldnn.is_available()]
+@pytest.mark.usefixtures("as_before")
+def test_a_linear_layer_that_fails_leaves_onednn_as_it_was(onednn: bool) -> None:
+    with pytest.raises(RuntimeError, match="planted"):
+        trained(torch.full((4, 2), torch.nan), "except_linear")
+    assert torch._C._get_mkldnn_enabled() == onednn
 
 
 @pytest.mark.usefixtures("as_before")

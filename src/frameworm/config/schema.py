@@ -164,7 +164,9 @@ class TrainingConfig(Section):
     cpu_affinity: bool = Field(
         default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
     )
-    cpu_onednn: bool = Field(default=True, description="Matrix products on the host by oneDNN, where torch would.")
+    cpu_onednn: bool | Literal["except_linear"] = Field(
+        default=True, description="Let oneDNN compute on the host; except_linear: all but linear layers."
+    )
 
     @field_validator("lr_scaling", mode="before")
     @classmethod

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from frameworm.config.schema import TrainingConfig
 
@@ -21,7 +25,25 @@ def apply_processors(training: TrainingConfig, local_rank: int, local_world_size
     if training.cpu_threads != "auto":
         torch.set_num_threads(training.cpu_threads)
     # torch's public way is a context manager.
-    torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn)
+    torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn is not False)
+
+
+@contextmanager
+def linear_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
+    """While it lasts, linear layers compute without oneDNN where `cpu_onednn` says so; all else keeps it."""
+    if training.cpu_onednn != "except_linear" or not _onednn_at_first():
+        yield
+        return
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_pre_hook(_without_onednn))
+            hooks.append(module.register_forward_hook(_with_onednn, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def share_of(cores: list[int], index: int, count: int) -> list[int]:
@@ -46,6 +68,16 @@ def bind_to_share(local_rank: int, local_world_size: int) -> None:
             os.sched_setaffinity(thread, share)
         except ProcessLookupError:
             continue
+
+
+def _without_onednn(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        torch._C._set_mkldnn_enabled(False)
+
+
+def _with_onednn(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        torch._C._set_mkldnn_enabled(True)
 
 
 @functools.cache

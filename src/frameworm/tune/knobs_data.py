@@ -154,7 +154,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "onednn",
         ("training.cpu_onednn",),
         "Matrix products by torch's own library instead of oneDNN: small ones then use all threads.",
-        lambda context: [False],
+        lambda context: ["except_linear", False],
         _onednn_applies,
         "rounding",
         ("compute_bound",),
