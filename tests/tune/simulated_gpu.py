@@ -1,6 +1,7 @@
-"""A GPU that is a table: a tiny model whose step is mostly launches, with the costs and dead ends it has in truth.
+"""A GPU that is a table, for a tiny model whose step is mostly launches and for one whose passes take long.
 
-Its settings are the real ones, so that the declared gains and costs of the real knobs decide the order.
+Costs and dead ends of the former are as they are in truth, those of the latter about so. The settings are the real
+ones, so that the declared gains and costs of the real knobs decide the order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from frameworm.tune.outcomes import Budget, Failure, ProofRequest, ProofResult, 
 from frameworm.tune.result import TuneResult
 from frameworm.tune.search import Search, search_name
 
-CONFIG = Path(__file__).parents[2] / "configs" / "ag_news_single_gpu.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 TRIAL_S, PROOF_S = 4.0, 12.0
 COMPILE_TRIAL_S, COMPILE_PROOF_S = 30.0, 25.0
 HANG_S = 30.0
@@ -115,7 +116,7 @@ class Gpu:
 
 def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000) -> TuneResult:
     """The search with all knobs from the plain config."""
-    config = load_config(CONFIG, [f"training.epochs={epochs}", "gpu.device=cuda"])
+    config = load_config(CONFIGS / "ag_news_single_gpu.yaml", [f"training.epochs={epochs}", "gpu.device=cuda"])
     machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
     workload = WorkloadFacts(
         accepts_packed=True,
@@ -124,8 +125,84 @@ def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000) -> Tune
         resident_bytes=50 * 2**20,
         samples_per_epoch=120_000,
     )
-    context = Context(config, machine, workload)
-    journal = Journal(None, search_name(context))
+    return _search(gpu, Context(config, machine, workload), budget_s)
+
+
+def _search(gpu: Gpu, context: Context, budget_s: float, folder: Path | None = None) -> TuneResult:
+    journal = Journal(folder, search_name(context))
     return Search(
         all_knobs(), context, gpu.run_trial, gpu.prove, Budget(time_s=budget_s), journal, clock=gpu.clock
     ).run()
+
+
+class GptGpu(Gpu):
+    """GPT-2: a proof takes a large part of the budget.
+
+    Args:
+        cheats: A residual stream in half precision learns otherwise.
+        slower: So many times as long takes everything.
+    """
+
+    def __init__(self, cheats: bool = False, slower: float = 1.0, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self._cheats = cheats
+        self._slower = slower
+        self.proved: list[ProofRequest] = []
+
+    def run_trial(self, request: TrialRequest) -> TrialResult:
+        config = request.config
+        self.now_s += self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))
+        self.made.append(f"trial {request.label}")
+        windows: list[float] = []
+        for _ in range(5):
+            windows.append(self._window(config))
+            if len(windows) > 1 and not request.keep_going(windows):
+                return TrialResult(windows, stopped_early=True)
+        found = [{"code": "compute_bound", "share": 0.95, "remedies": []}]
+        return TrialResult(windows, 36.0 if config.gpu.compile_model else 1.0, "compute_bound", found)
+
+    def prove(self, request: ProofRequest) -> ProofResult:
+        self.now_s += self._slower * (55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0))
+        self.made.append(f"proof {request.label}")
+        self.proved.append(request)
+        windows = []
+        for _ in range(6):
+            windows += [
+                Window("before", self._window(request.baseline)),
+                Window("after", self._window(request.candidate)),
+            ]
+        frozen = "first" if self._cheats and request.candidate.model.model_dump()["residual"] == "half" else None
+        unit = ROUNDING_UNITS["bf16"]
+        evidence = Evidence(
+            learning(None, None), learning(None, frozen), [learning(None, None, unit, seed) for seed in (1, 2)], unit
+        )
+        return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
+
+    def _window(self, config: Config) -> float:
+        return gpt_sample_s(config) * math.exp(self._draw.gauss(0, 0.003))
+
+
+def gpt_sample_s(config: Config) -> float:
+    """Seconds per text of 1,024 tokens."""
+    model = config.model.model_dump()
+    micro = config.training.micro_batch
+    assert isinstance(micro, int)
+    passes = {8: 1.06, 16: 1.0, 32: 0.95, 64: 0.92, 128: 0.93}.get(micro, 1.0)
+    compiled = 0.86 if config.gpu.compile_model else 1.0
+    stream = 0.96 if model["residual"] == "half" else 1.0
+    loss = 1.1 if model["fused_loss"] is False else 1.0
+    graph = 0.996 if config.gpu.capture == "step" else 1.0
+    return 2.45e-3 * passes * compiled * stream * loss * graph
+
+
+def tune_gpt_on(gpu: GptGpu, *, budget_s: float = 480.0, folder: Path | None = None) -> TuneResult:
+    """The search with all knobs from the plain config of GPT-2."""
+    config = load_config(CONFIGS / "gpt2_124m.yaml", ["training.epochs=10000", "gpu.device=cuda"])
+    machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
+    workload = WorkloadFacts(assembles_batches=True, resident_bytes=100 * 2**20, samples_per_epoch=90_000)
+    return _search(gpu, Context(config, machine, workload, planner=_too_large), budget_s, folder)
+
+
+def _too_large(config: Config) -> str | None:
+    micro = config.training.micro_batch
+    return "does not fit" if isinstance(micro, int) and micro > 128 else None

@@ -200,6 +200,7 @@ def _two_ranks(rank: int, world_size: int, wrapped: bool) -> Any:
     return found
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_two_ranks_measure_what_communication_costs(run_ranks: Any, wrapped: bool) -> None:

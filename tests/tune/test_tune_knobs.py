@@ -109,7 +109,7 @@ def test_knobs_name_real_settings_and_real_findings() -> None:
     names = {knob.name for knob in all_knobs()}
     everything = config_named("gpt2_124m").model_dump()
     for knob in all_knobs():
-        assert set(knob.suggested_by) <= codes, knob.name
+        assert set(knob.codes(Context(config_named("gpt2_124m"), H200))) <= codes, knob.name
         assert set(knob.partners) <= names, knob.name
         for key in knob.keys:
             section, setting = key.split(".")

@@ -21,7 +21,8 @@ from frameworm.engine.run import run
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.tune.context import apply_changes
 from frameworm.tune.effort import Effort
-from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest
+from frameworm.tune.live import LiveError
+from frameworm.tune.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest
 from frameworm.tune.runner import TrialRunner
 from frameworm.tune.sample_hash import batch_hash
 from frameworm.tune.tuner import tune
@@ -43,6 +44,23 @@ def proof_of(runner: TrialRunner, trick: str) -> ProofResult:
     before, after = tricky_config(), tricky_config(trick)
     unit = ROUNDING_UNITS["fp32"]
     return runner.prove(ProofRequest(trick, before, after, before, after, "nothing", unit, False, trick))
+
+
+@pytest.mark.parametrize(("last", "share"), [(False, 0.5), (True, 1.0)])
+def test_only_the_last_proof_may_take_all_that_is_left(
+    last: bool, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def start(config: Config, folder: Path, deadline: float, **more: object) -> None:
+        given.append(deadline - time.monotonic())
+        raise LiveError(Failure("crash", "planted"))
+
+    monkeypatch.setattr("frameworm.tune.runner.Live", start)
+    config = tricky_config()
+    request = ProofRequest("x", config, config, config, config, "nothing", 1e-7, False, "x", timeout_s=200.0, last=last)
+    assert TrialRunner(tmp_path).prove(request).failure is not None
+    assert given == [pytest.approx(share * 200.0, abs=1.0)]
 
 
 def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_path: Path) -> None:

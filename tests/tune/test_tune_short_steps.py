@@ -28,7 +28,7 @@ def short_of(folder: Path, config: Config) -> ShortSteps:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "factor"), [(0.1, 1), (0.7, 1), (0.8, 2), (1.7, 4), (3.3, 8), (100.0, 16), (None, 1)]
+    ("step_s", "factor"), [(0.1, 1), (0.5, 1), (0.7, 2), (1.7, 4), (3.3, 8), (100.0, 16), (None, 1)]
 )
 def test_the_factor_follows_from_the_time_of_a_step(tmp_path: Path, step_s: float | None, factor: int) -> None:
     config = config_of(global_batch=512, micro_batch=16)
@@ -43,8 +43,8 @@ def test_the_factor_follows_from_the_time_of_a_step(tmp_path: Path, step_s: floa
 def test_the_factor_divides_the_passes(tmp_path: Path) -> None:
     short = short_of(tmp_path, config_of(batch_size=4, accumulation=15))
     short.decide(4 * 0.4)
-    assert short.factor == 3
-    assert Context(short.cut(config_of(batch_size=4, accumulation=15))).resolved.training.global_batch == 20
+    assert short.factor == 5
+    assert Context(short.cut(config_of(batch_size=4, accumulation=15))).resolved.training.global_batch == 12
 
 
 def test_a_step_of_few_passes_is_never_cut(tmp_path: Path) -> None:

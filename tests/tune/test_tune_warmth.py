@@ -175,3 +175,29 @@ def test_sides_of_unlike_speed_have_windows_of_their_own(monkeypatch: pytest.Mon
     take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
     assert before.now < 60.0
     assert after.done > 10 * before.done
+
+
+@pytest.mark.parametrize(("before_s", "after_s", "pairs"), [(0.6, 0.5, 6), (0.5, 0.6, 6), (0.02, 0.015, 10)])
+def test_long_steps_that_lie_apart_need_few_pairs(
+    before_s: float, after_s: float, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = FakeLive(even(before_s)), FakeLive(even(after_s))
+    monkeypatch.setattr(windows, "time", before)
+    config = load_config_from_mapping({}, environ={})
+    sides = tuple((cast(Live, live), config) for live in (before, after))
+    found, _ = take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
+    assert len(found) == 2 * pairs
+
+
+def test_long_steps_that_do_not_lie_apart_get_all_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+
+    def step(visits: Counter[Hashable]) -> tuple[Hashable, float]:
+        return "one", draw.uniform(0.5, 0.6)
+
+    before, after = FakeLive(step), FakeLive(step)
+    monkeypatch.setattr(windows, "time", before)
+    config = load_config_from_mapping({}, environ={})
+    sides = tuple((cast(Live, live), config) for live in (before, after))
+    found, _ = take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
+    assert len(found) >= 2 * Effort().pairs

@@ -265,7 +265,7 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
                 tables.plain(key),
                 setting(values.get("before")),
                 setting(values.get("after")),
-                "" if gain is None else gain.text(),
+                "" if gain is None else gain.text() + ("" if source.get("proved_alone", True) else ", in its trial"),
                 numbers(source.get("mathematics"), source.get("checked")),
                 tables.plain(source.get("why") or "").replace("_", " "),
             )

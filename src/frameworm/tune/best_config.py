@@ -130,6 +130,8 @@ def _comment(result: TuneResult, key: str) -> str:
         return "set for this search on the command line or by a variable"
     speedup = source.speedup
     parts = [f"tune: {Gain(speedup.value, speedup.low, speedup.high).text()}"]
+    if not source.proved_alone:
+        parts.append("by its trial and proved with the rest")
     if source.attempt.why:
         why = source.attempt.why
         parts.append(_NO_FINDINGS.get(why) or f"because of {why.replace('_', ' ')}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frameworm.config.schema import Config
+from frameworm.guard.gain import Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, QUALITY, Proof, lacks_only_quality, with_quality
 from frameworm.guard.quality import judge_quality
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import Candidate, Knob
+from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
 from frameworm.tune.outcomes import ProofResult, TrialResult
@@ -20,6 +21,10 @@ CLEARLY_WORSE = 1.25
 WANTS_CHECK = "needs a longer check"
 # What would take a larger share of the budget for its longer check waits until all else was tried.
 MOST_OF_BUDGET = 0.7
+# Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
+MOST_FOR_PROOF = 1 / 6
+# Unless their trials leave in doubt whether they gain so much.
+_WORTH_PROOF = 0.05
 
 
 class Challenge:
@@ -95,6 +100,8 @@ class Challenge:
     def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult) -> bool:
         """Prove a candidate against the best so far, and keep it if that succeeds."""
         config = apply_changes(self.context.config, candidate.changes)
+        if self._puts_off(candidate) and (kept := self._take_for_now(attempt, candidate, config, trial)) is not None:
+            return kept
         self.report(f"proving {candidate.label}")
         reserve = 1 if self.result.accepted else 0
         outcome = self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
@@ -110,19 +117,80 @@ class Challenge:
         attempt.status, attempt.reason = proof.verdict, proof.reason
         if proof.verdict != "accepted":
             return False
+        self._accept(attempt, candidate, config, trial)
+        return True
+
+    def _puts_off(self, candidate: Candidate) -> bool:
+        """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
+        time_s, proof_s = self.ledger.budget.time_s, self.ledger.usual_s("proof")
+        if time_s is None or candidate.mathematics == "more":
+            return False
+        return proof_s > MOST_FOR_PROOF * time_s or not self.ledger.has_room(proof_s, 1)
+
+    def _take_for_now(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> bool | None:
+        """Keep a candidate whose trial is faster beyond doubt; None: there is doubt, and much to gain."""
+        windows: list[Window] = []
+        for before_s, after_s in zip(self.best.seconds_per_sample, trial.seconds_per_sample):
+            windows += [Window("before", before_s), Window("after", after_s)]
+        gain = speedup_of(windows)
+        if gain is None or gain.low <= 1 or gain.value < 1 + self._minimum_gain:
+            if gain is None or gain.value >= 1 + _WORTH_PROOF:
+                return None
+            attempt.reason += ", which may be noise, and a proof would take too much of the budget"
+            return False
+        attempt.gain, attempt.status = gain, "accepted"
+        attempt.reason = (
+            f"{gain.value:.3f} x ({gain.low:.3f}..{gain.high:.3f}) in its trial, to be proved with the rest"
+        )
+        self._accept(attempt, candidate, config, trial)
+        return True
+
+    def _accept(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> None:
         before = {key: setting_of(self.context.config, key) for key in candidate.changes}
         assert attempt.trial is not None
         self.result.accepted.append(Accepted(candidate, before, config, trial, attempt.trial, attempt))
         self.move_to(config, trial)
-        return True
 
-    def prove_whole(self, merged: Candidate) -> ProofResult:
-        """Prove the best config against the first, by all changes between them.
+    @property
+    def _owes_proof(self) -> bool:
+        """Whether changes were taken that have no proof of their own."""
+        return not all(item.proved_alone for item in self.result.accepted)
 
-        Raises:
-            BudgetSpentError: There is no budget for it.
-        """
-        outcome = self.ledger.proof(self.start.config, self.context.config, merged, self.start)
+    def prove_total(self) -> None:
+        """Prove the best config against the first; what does not hold together is taken back from the end."""
+        accepted = self.result.accepted
+        while len(accepted) > 1 or self._owes_proof:
+            merged = accepted[0].candidate
+            for item in accepted[1:]:
+                merged = together(merged, item.candidate)
+            self.report("proving all changes together")
+            try:
+                outcome = self._prove_whole(merged)
+            except BudgetSpentError:
+                while self._owes_proof:
+                    self._take_back("inconclusive", "there was no budget left to prove it")
+                return
+            proof = self.result.total = outcome.proof
+            if proof is not None and proof.verdict == "accepted":
+                return
+            if not self._owes_proof and (proof is None or proof.verdict != "rejected"):
+                return
+            told = proof.reason if proof is not None else outcome.failure.reason if outcome.failure else "no result"
+            status: Status = "inconclusive" if proof is None else proof.verdict
+            self._take_back(status, f"together with the others: {told}")
+
+    def _take_back(self, status: Status, reason: str) -> None:
+        """Undo the last change."""
+        last = self.result.accepted.pop()
+        last.attempt.status, last.attempt.reason = status, reason
+        self.result.total = None
+        if self.result.accepted:
+            self.move_to(self.result.accepted[-1].config, self.result.accepted[-1].trial)
+        else:
+            self.move_to(self.start.config, self.result.baseline)
+
+    def _prove_whole(self, merged: Candidate) -> ProofResult:
+        outcome = self.ledger.proof(self.start.config, self.context.config, merged, self.start, last=True)
         if outcome.proof is None or not lacks_only_quality(outcome.proof):
             return outcome
         other = [item for item in self.result.accepted if self.needs_check(item.candidate)]
@@ -201,7 +269,10 @@ class Challenge:
         def keep_going(windows: Sequence[float]) -> bool:
             return not racing or not windows or min(windows) <= limit_s
 
-        return self.ledger.trial(config, label, keep_going, reserve=1 if len(self.result.accepted) > 1 else 0)
+        # Nothing comes of a trial that leaves no time for a proof.
+        timed = racing and self.ledger.budget.time_s is not None
+        wanted = timed or len(self.result.accepted) > 1
+        return self.ledger.trial(config, label, keep_going, reserve=1 if wanted else 0)
 
     def move_to(self, config: Config, trial: TrialResult) -> None:
         """Make a config the best one."""

@@ -64,7 +64,7 @@ class Knob:
         values: The candidate values here, given the context: values of the first key, or changes of several.
         applies: Whether it means anything here: True, or why not.
         mathematics: What it can change in the numbers; a function of the value where values differ.
-        suggested_by: Codes of the findings that it is a remedy for.
+        suggested_by: Codes of the findings that it is a remedy for; a function of the context where that decides.
         expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
             Zero: tried only where a finding suggests it, or with a partner.
         setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
@@ -80,7 +80,7 @@ class Knob:
     values: Callable[[Context], Iterable[Any]]
     applies: Applies = lambda context: True
     mathematics: Mathematics | Callable[[Any], Mathematics] = "nothing"
-    suggested_by: tuple[str, ...] = ()
+    suggested_by: tuple[str, ...] | Callable[[Context], tuple[str, ...]] = ()
     expected_gain: float | Callable[[Context], float] = 0.02
     setup_s: float = 0.0
     ordered: bool = False
@@ -110,6 +110,10 @@ class Knob:
     def gain(self, context: Context) -> float:
         """The gain to expect without a finding."""
         return self.expected_gain(context) if callable(self.expected_gain) else self.expected_gain
+
+    def codes(self, context: Context) -> tuple[str, ...]:
+        """The findings that it is a remedy for here."""
+        return self.suggested_by(context) if callable(self.suggested_by) else self.suggested_by
 
     def position_of(self, context: Context) -> float | None:
         """Where the present value lies on the knob's scale."""

@@ -146,7 +146,11 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "Threads that torch computes with on the host.",
         _threads,
         mathematics="rounding",
-        suggested_by=("cpu_oversubscribed", "compute_bound", "host_bound"),
+        suggested_by=lambda context: (
+            "cpu_oversubscribed",
+            "host_bound",
+            *(() if context.on_gpu else ("compute_bound",)),
+        ),
         expected_gain=lambda context: 0.02 if context.on_gpu else 0.1,
         ordered=True,
     ),

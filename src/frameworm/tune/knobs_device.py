@@ -6,6 +6,7 @@ from typing import Any
 
 from frameworm.config.schema import GPTModelConfig, TextClassifierModelConfig
 from frameworm.models.causal_attention import fits_causal_kernels
+from frameworm.models.gpt import FUSED_FROM
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Knob
 
@@ -87,6 +88,19 @@ def _channels_applies(context: Context) -> bool | str:
 
 def _is_gpt(context: Context) -> bool | str:
     return isinstance(context.config.model, GPTModelConfig) or "only gpt has it"
+
+
+def _fuses_loss(context: Context) -> bool:
+    """Whether the loss is computed in parts as things stand."""
+    model = context.config.model
+    assert isinstance(model, GPTModelConfig)
+    if model.fused_loss != "auto":
+        return bool(model.fused_loss)
+    return context.on_gpu and (model.vocab_size == "auto" or model.vocab_size >= FUSED_FROM)
+
+
+def _fused_losses(context: Context) -> list[bool]:
+    return [not _fuses_loss(context)]
 
 
 def _residual_applies(context: Context) -> bool | str:
@@ -205,11 +219,11 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         "fused_loss",
         ("model.fused_loss",),
         "Compute the loss a part of the tokens at a time.",
-        lambda context: [True, False],
+        _fused_losses,
         _is_gpt,
         "rounding",
-        ("compute_bound", "memory_pressure"),
-        expected_gain=0.03,
+        lambda context: () if _fuses_loss(context) else ("compute_bound", "memory_pressure"),
+        expected_gain=lambda context: 0.01 if _fuses_loss(context) else 0.03,
     ),
     Knob(
         "residual",

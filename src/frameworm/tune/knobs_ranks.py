@@ -31,6 +31,16 @@ def _micro_batches(context: Context) -> list[dict[str, Any]]:
     ]
 
 
+def _may_be_larger(context: Context) -> bool:
+    """Whether a GPU gets its batch in several passes, which leaves it idle in between."""
+    return context.on_gpu and context.micro_batch * context.world_size < context.global_batch
+
+
+def _micro_batch_codes(context: Context) -> tuple[str, ...]:
+    codes = ("small_batch", "memory_underused", "host_bound", "memory_pressure")
+    return (*codes, "compute_bound") if _may_be_larger(context) else codes
+
+
 def _checkpointing(context: Context) -> list[str]:
     order = ("off", "selective", "full")
     return [word for word in order if word != context.resolved.memory.activation_checkpointing]
@@ -74,8 +84,8 @@ RANK_KNOBS: tuple[Knob, ...] = (
         _micro_batches,
         lambda context: context.global_batch > context.world_size or "one sample per device cannot be divided",
         "rounding",
-        ("small_batch", "memory_underused", "host_bound", "memory_pressure"),
-        expected_gain=0.05,
+        _micro_batch_codes,
+        expected_gain=lambda context: 0.1 if _may_be_larger(context) else 0.05,
         ordered=True,
         partners=("activation_checkpointing",),
     ),

@@ -36,6 +36,8 @@ log = logging.getLogger("frameworm")
 _DEADLY = 2
 # Once a change that has to be compiled is accepted, all that follow compile too.
 _LATELY = 3
+# Both sides start, take turns and learn.
+_TRIALS_IN_PROOF = 3
 
 Outcome = TypeVar("Outcome", TrialResult, ProofResult, LongerResult)
 
@@ -90,10 +92,10 @@ class Ledger:
         return self._check_longer is not None
 
     def usual_s(self, kind: str) -> float:
-        """What a trial or proof takes lately; proofs are two runs until one was made."""
+        """What a trial or proof takes lately; a proof is taken for three trials until one was made."""
         if self._walls[kind]:
             return median(self._walls[kind][-_LATELY:])
-        return 2 * self.usual_s("trial") if kind == "proof" else 0.0
+        return _TRIALS_IN_PROOF * self.usual_s("trial") if kind == "proof" else 0.0
 
     def trial(
         self, config: Config, label: str, keep_going: Callable[[Sequence[float]], bool], *, reserve: int = 0
@@ -117,9 +119,16 @@ class Ledger:
         return name, self._once("trial", name, label, make, TrialResult, reserve)
 
     def proof(
-        self, baseline: Config, candidate: Config, change: Candidate, context: Context, *, reserve: int = 0
+        self,
+        baseline: Config,
+        candidate: Config,
+        change: Candidate,
+        context: Context,
+        *,
+        reserve: int = 0,
+        last: bool = False,
     ) -> ProofResult:
-        """The proof of a change; the context gives the machine.
+        """The proof of a change; the context gives the machine. `last`: nothing else waits for the budget.
 
         Raises:
             BudgetSpentError: There is no budget for it.
@@ -140,6 +149,7 @@ class Ledger:
                 self._consent,
                 change.label,
                 timeout_s,
+                last,
             )
             return self._prove(request)
 
@@ -222,8 +232,10 @@ class Ledger:
         return left_s
 
     def _beside(self, reserve: int, time_s: float) -> float:
-        """What is left of the time beside some proofs."""
-        return time_s - self.spent_s - reserve * self.usual_s("proof")
+        """What is left of the time beside some proofs, which may have to start what was slow to start lately."""
+        lately = [self._walls[kind][-_LATELY:] for kind in ("proof", "trial")]
+        proof_s = max(self.usual_s("proof"), *lately[0], *(2 * wall_s for wall_s in lately[1]), 0.0)
+        return time_s - self.spent_s - reserve * proof_s
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]

@@ -14,6 +14,8 @@ from frameworm.tune.outcomes import TrialResult
 _LEAST_COST_S = 1.0
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.
 _PAST_THE_PEAK = 0.97
+# Nor values on the other side of the present one, where it goes up by so much here.
+_UPHILL = 1.03
 
 
 class Promise(NamedTuple):
@@ -31,7 +33,7 @@ class Promise(NamedTuple):
         return self.by_verdict, self.gain / self.cost_s, self.usual_gain
 
 
-def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float) -> float:
+def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float, later: int = 0) -> float:
     """Seconds until it is known what a knob brings.
 
     Args:
@@ -39,9 +41,10 @@ def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float) -> float:
         values: How many of its values would be tried.
         trial_s: What a trial usually takes.
         proof_s: What a proof usually takes.
+        later: Values of other knobs that would be tried after it.
     """
-    # Each trial and the proof pay for its start once more.
-    return max(_LEAST_COST_S, values * (trial_s + knob.setup_s) + proof_s + knob.setup_s)
+    # Each trial and the proof pay for its start once more, and if it is kept all that come later do.
+    return max(_LEAST_COST_S, values * trial_s + proof_s + (values + 1 + later) * knob.setup_s)
 
 
 def promise_of(
@@ -63,16 +66,17 @@ def promise_of(
     usual = knob.gain(context)
     best = Promise(0, usual, "usual gain", cost_s, usual)
     present = knob.position_of(context) if knob.ordered else None
+    codes = knob.codes(context)
     for finding in result.findings:
         code = str(finding.get("code"))
         named = any(_names(remedy, candidates, present) for remedy in finding.get("remedies") or ())
-        if not named and code not in knob.suggested_by:
+        if not named and code not in codes:
             continue
         first = (2 if named else 1) if code == result.verdict else 0
         gain = max(best.gain, _gain_of(finding) * (1.0 if named else 0.5))
         if (first, gain) > (best.by_verdict, best.gain) or best.why == "usual gain":
             best = best._replace(by_verdict=max(first, best.by_verdict), gain=gain, why=code)
-    if best.by_verdict == 0 and result.verdict in knob.suggested_by:
+    if best.by_verdict == 0 and result.verdict in codes:
         best = best._replace(by_verdict=1, gain=max(best.gain, 1e-6), why=str(result.verdict))
     return best
 
@@ -91,9 +95,16 @@ def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, resu
 
 
 def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> float | None:
-    """A value between here and the present one that is already slower than its neighbour towards the present."""
+    """A value that speaks against this one, on a scale with one peak.
+
+    That is one between here and the present one that is already slower than its neighbour towards the present, or one
+    on the other side of the present that is faster.
+    """
     if present is None:
         return None
+    for item, figure in screened.items():
+        if (item - present) * (position - present) < 0 and figure > _UPHILL:
+            return item
     side = [item for item in screened if (item - present) * (position - present) > 0]
     side = sorted(
         (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)

@@ -102,6 +102,7 @@ class ProofRequest:
         consent: The user allows other mathematics.
         label: What is proved, for people.
         timeout_s: Seconds it may take; None: the runner's own limit.
+        last: It may take all of them: nothing comes after it.
     """
 
     id: str
@@ -114,6 +115,7 @@ class ProofRequest:
     consent: bool
     label: str
     timeout_s: float | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Attempt:
         failure: Kind of failure.
         proof: The proof, where there was one.
         trial: Id of its trial.
+        gain: What its trial showed, where it was taken without a proof of its own.
     """
 
     knob: str
@@ -44,6 +45,7 @@ class Attempt:
     failure: FailureKind | None = None
     proof: Proof | None = None
     trial: str | None = None
+    gain: Speedup | None = None
 
 
 @dataclass
@@ -69,9 +71,14 @@ class Accepted:
     @property
     def speedup(self) -> Speedup:
         """What the change gained over the best config of that time."""
-        assert self.attempt.proof is not None
-        assert self.attempt.proof.speedup is not None
-        return self.attempt.proof.speedup
+        found = self.attempt.gain if self.attempt.proof is None else self.attempt.proof.speedup
+        assert found is not None
+        return found
+
+    @property
+    def proved_alone(self) -> bool:
+        """Whether it has a proof of its own; if not, that of the whole speaks for it."""
+        return self.attempt.proof is not None
 
     @property
     def checked(self) -> dict[str, int] | None:
@@ -115,7 +122,8 @@ class TuneResult:
         """`best` over `start`: proved as a whole, or by its only change; else unknown."""
         if self.total is not None:
             return self.total.speedup
-        return self.accepted[0].speedup if len(self.accepted) == 1 else None
+        alone = len(self.accepted) == 1 and self.accepted[0].proved_alone
+        return self.accepted[0].speedup if alone else None
 
     @property
     def changes(self) -> dict[str, tuple[Any, Any]]:
@@ -183,6 +191,7 @@ def _plain(item: Accepted) -> dict[str, Any]:
         "before": item.before,
         "mathematics": item.candidate.mathematics,
         "checked": item.checked,
+        "proved_alone": item.proved_alone,
         "why": item.attempt.why,
         "speedup": asdict(item.speedup),
         "trial": item.trial_id,

@@ -39,6 +39,8 @@ _FIRST_LOOKS = 3
 # No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
 _MOST_OF_BUDGET = 0.25
 _LEAST_S = 30.0
+# But it may always take so many times what one of its kind took before: what compiles, or what does not.
+_TIMES_LONGEST = 2.0
 # Nor more than so many times what one took before, where it has nothing to compile.
 _MOST_TIMES = 5.0
 _LEAST_TIMES_S = 15.0
@@ -73,6 +75,7 @@ class TrialRunner:
         self._limit_bytes = limit_bytes
         self._short_steps = short_steps
         self._usual_s: float | None = None
+        self._longest_s = {False: 0.0, True: 0.0}  # of trials, by whether they compile or capture
         self._compiled = self._folder / "compiled"
 
     def forget_compiled(self) -> None:
@@ -84,8 +87,9 @@ class TrialRunner:
         folder = self._folder / "trials" / request.id
         details: dict[str, Any] = {"log": str(folder)}
         began = time.monotonic()
-        deadline, by_budget = self._deadline(request.timeout_s, 1)
-        if self._usual_s is not None and not _prepares(request.config):
+        prepares = _prepares(request.config)
+        deadline, by_budget = self._deadline(request.timeout_s, 1, _TIMES_LONGEST * self._longest_s[prepares])
+        if self._usual_s is not None and not prepares:
             usual = began + max(_LEAST_TIMES_S, _MOST_TIMES * self._usual_s)
             deadline, by_budget = min((deadline, by_budget), (usual, False))
         windows: list[float] = []
@@ -107,8 +111,10 @@ class TrialRunner:
         except LiveError as error:
             self.forget_compiled()
             return TrialResult(failure=_told(error.failure, by_budget), details=details)
+        took_s = time.monotonic() - began
+        self._longest_s[prepares] = max(self._longest_s[prepares], took_s)
         if self._usual_s is None:
-            self._usual_s = time.monotonic() - began
+            self._usual_s = took_s
         # What its start took beyond its steps, as they were once it was warm.
         step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
@@ -127,7 +133,8 @@ class TrialRunner:
         """Measure two configs in turns, and compare what they learn if that is worth while."""
         folder = self._folder / "proofs" / request.id
         details: dict[str, Any] = {"log": str(folder)}
-        deadline, by_budget = self._deadline(request.timeout_s, 2)
+        least_s = request.timeout_s if request.last and request.timeout_s is not None else 0.0
+        deadline, by_budget = self._deadline(request.timeout_s, 2, least_s)
         try:
             cut = self._cut(
                 folder,
@@ -174,6 +181,7 @@ class TrialRunner:
         if short.factor is None:
             with self._live(configs[0], folder, deadline) as live:
                 live.stand()
+                live.go(0, 1)  # the first takes longer than all others
                 short.decide(live.go(0, 1).seconds)
         return short.cut_alike(configs)
 
@@ -246,12 +254,13 @@ class TrialRunner:
             seeds=seeds,
         )
 
-    def _deadline(self, timeout_s: float | None, parts: int) -> tuple[float, bool]:
+    def _deadline(self, timeout_s: float | None, parts: int, least_s: float) -> tuple[float, bool]:
         """When it must be done, and whether it is the budget that says so."""
         limit_s = parts * self._effort.limit_s
         left_s = math.inf
         if timeout_s is not None:
-            left_s = min(max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s), max(timeout_s, 1.0))
+            share_s = max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s, least_s)
+            left_s = min(share_s, max(timeout_s, 1.0))
         return time.monotonic() + min(limit_s, left_s), left_s < limit_s
 
     def _slow_start(self, live: Live, request: TrialRequest) -> float | None:

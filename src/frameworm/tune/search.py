@@ -102,7 +102,7 @@ class Search:
             why = _ALL
         except BudgetSpentError as spent:
             why = str(spent)
-        self._prove_total()
+        self._challenge.prove_total()
         self._list_skipped(why)
         skipped = [item for item in self.result.attempts if item.status == "skipped" and item.why != "interaction"]
         unchecked = [item.label for item in skipped if WANTS_CHECK in item.reason]
@@ -118,13 +118,18 @@ class Search:
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
         """The knob that promises most for its cost, of those not turned yet."""
-        open_ones = []
+        possible = []
         for knob in self._knobs.values():
             if knob.name in self._tried or knob.why_not(self._challenge.context) is not None:
                 continue
             candidates = self._possible(knob)
-            ledger = self._challenge.ledger
-            cost_s = cost_of(knob, len(candidates), ledger.usual_s("trial"), ledger.usual_s("proof"))
+            possible.append((knob, candidates))
+        ledger, open_ones = self._challenge.ledger, []
+        values = sum(len(candidates) for _, candidates in possible)
+        for knob, candidates in possible:
+            cost_s = cost_of(
+                knob, len(candidates), ledger.usual_s("trial"), ledger.usual_s("proof"), values - len(candidates)
+            )
             promise = promise_of(knob, candidates, self._challenge.context, self._challenge.best, cost_s)
             if candidates and promise.gain > 0:
                 open_ones.append((knob, candidates, promise))
@@ -140,30 +145,39 @@ class Search:
         promising: list[tuple[Attempt, Candidate, TrialResult]] = []
         screened: dict[float, float] = {}
         present = knob.position_of(self._challenge.context)
+        spent: BudgetSpentError | None = None
         for candidate in in_order(knob, candidates, self._challenge.context, self._challenge.best):
             beyond = past_the_peak(candidate.position, present, screened) if knob.ordered else None
             if beyond is not None:
                 self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond:g} is already slower", promise.why)
                 continue
-            attempt, trial = self._challenge.screen(candidate, promise.why)
+            try:
+                attempt, trial = self._challenge.screen(candidate, promise.why)
+            except BudgetSpentError as error:
+                spent = error  # what was found before is not lost
+                break
             if attempt.screened is not None or attempt.failure == "oom":
                 screened[candidate.position] = attempt.screened or 0.0
             if attempt.status == "inconclusive":
                 promising.append((attempt, candidate, trial))
             if attempt.screened is not None and attempt.screened >= _NEARLY_EVEN:
                 self._near[candidate.label] = (attempt.screened, candidate)
+        accepted = False
         promising.sort(key=lambda item: item[2].sample_s)
         for place, (attempt, candidate, trial) in enumerate(promising):
             if self._challenge.prove(attempt, candidate, trial):
                 for other, _, _ in promising[place + 1 :]:
                     other.status, other.reason = "rejected", f"{candidate.label} is faster"
                 self._challenge.report(f"accepted {candidate.label}")
-                return True
+                accepted = True
+                break
             if attempt.proof is not None and only_gain_failed(attempt):
                 for other, _, _ in promising[place + 1 :]:
                     other.status, other.reason = "rejected", f"slower than {candidate.label}, which gains nothing"
                 break
-        return False
+        if spent is not None:
+            raise spent
+        return accepted
 
     # Several knobs
 
@@ -202,7 +216,9 @@ class Search:
         if knob.gain(self._challenge.context) > 0:
             return True
         codes = {str(finding.get("code")) for finding in self._challenge.best.findings}
-        return bool(codes & set(knob.suggested_by)) or any(item.failure == "oom" for item in self.result.attempts)
+        return bool(codes & set(knob.codes(self._challenge.context))) or any(
+            item.failure == "oom" for item in self.result.attempts
+        )
 
     def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
         """The most promising value of one, with what then is the most promising value of the other."""
@@ -293,27 +309,6 @@ class Search:
             return False
         attempt, trial = self._challenge.screen(candidate, why)
         return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial)
-
-    def _prove_total(self) -> None:
-        """Prove the best config against the first; what does not hold together is taken back from the end."""
-        accepted = self.result.accepted
-        while len(accepted) > 1:
-            merged = accepted[0].candidate
-            for item in accepted[1:]:
-                merged = together(merged, item.candidate)
-            self._challenge.report("proving all changes together")
-            try:
-                outcome = self._challenge.prove_whole(merged)
-            except BudgetSpentError:
-                return
-            self.result.total = outcome.proof
-            if outcome.proof is None or outcome.proof.verdict != "rejected":
-                return
-            last = accepted.pop()
-            last.attempt.status = "rejected"
-            last.attempt.reason = f"together with the others: {outcome.proof.reason}"
-            self.result.total = None
-            self._challenge.move_to(accepted[-1].config, accepted[-1].trial)
 
     # The account
 

@@ -8,6 +8,7 @@ more than it will, which makes a gain in the passes look a little smaller than i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,7 @@ class ShortSteps:
         """Choose the factor from the time of one uncut step; None: nobody knows, and nothing is cut."""
         wanted = 1.0 if step_s is None else step_s / STEP_S
         divisors = [one for one in range(1, self._passes // LEAST_PASSES + 1) if self._passes % one == 0]
-        self.factor = max((one for one in divisors if one <= wanted), default=1)
+        self.factor = min(divisors, key=lambda one: abs(math.log(one / max(1.0, wanted))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._path, json.dumps({"factor": self.factor, "step_s": step_s}) + "\n")
 

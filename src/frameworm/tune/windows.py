@@ -23,6 +23,10 @@ _EXPECTED = 2.0
 # that took fewer to warm up catches up, if that takes no more than this share of what warming up may.
 _ABOUT_AS_LONG = 2.0
 _MOST_TO_CATCH_UP = 0.5
+# Where a pair of windows takes longer than this, a look after so few pairs tells whether more are needed: two sides
+# that do not differ lie apart like that in one of C(12, 6) = 924 cases.
+_LONG_PAIR_S = 1.0
+_FEW_PAIRS = 6
 
 
 Sides = tuple[tuple[Live, Config], tuple[Live, Config]]
@@ -59,7 +63,8 @@ def warm_up(live: Live, effort: Effort, deadline: float) -> tuple[float, Stand]:
 
 def window_of(step_s: float, effort: Effort, config: Config) -> Size:
     """The window of a run whose steps take so long."""
-    steps = _steps(step_s, effort.window_s)
+    # One that is as long as a window is one by itself.
+    steps = 1 if step_s >= effort.window_s else _steps(step_s, effort.window_s)
     workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
     # What the loader has made ready meanwhile is used up before the clock starts.
     return Size(max(1, steps // 10, min(workers * config.data.prefetch_factor, steps)), steps)
@@ -99,8 +104,12 @@ def take_turns(
     # Two looks at one-sided chances of 2.5% each: a change that does nothing passes in at most 5% of cases.
     last_call = deadline - learning_s(before_s, after_s)
     windows: list[Window] = []
+    pair_s = sum((size.lead_in + size.steps) * step_s for size, step_s in zip(sizes, (before_s, after_s)))
+    few = _FEW_PAIRS if pair_s > _LONG_PAIR_S else None
     for pairs in (effort.pairs, effort.more_pairs):
         for _ in range(pairs):
+            if few is not None and len(windows) == 2 * few and _lie_apart(windows):
+                return windows, max(before_s, after_s)
             if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
                 return windows, max(before_s, after_s)
             for side, live, size in turns:
@@ -113,6 +122,12 @@ def take_turns(
 
 def _steps(step_s: float, window_s: float) -> int:
     return max(2, math.ceil(window_s / max(step_s, 1e-6)))
+
+
+def _lie_apart(windows: Sequence[Window]) -> bool:
+    """Whether all windows of one side are faster than all of the other."""
+    before, after = ([one.seconds_per_sample for one in windows if one.side == side] for side in ("before", "after"))
+    return max(after) < min(before) or max(before) < min(after)
 
 
 def _is_open(windows: Sequence[Window]) -> bool:

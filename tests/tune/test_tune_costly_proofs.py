@@ -1,0 +1,67 @@
+"""Where a proof takes much of the budget, changes are taken by their trials and proved together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated_gpu import GptGpu, gpt_sample_s, tune_gpt_on
+
+from frameworm.tune.best_config import render_best
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.5, 2.2])
+def test_a_model_of_long_steps_comes_near_its_best_within_the_budget(slower: float) -> None:
+    gpu = GptGpu(slower=slower)
+    result = tune_gpt_on(gpu, budget_s=480.0)
+    assert gpt_sample_s(result.start) / gpt_sample_s(result.best) > 1.3
+    assert gpu.now_s <= 480
+    assert result.total is not None
+    assert result.total.verdict == "accepted"
+    assert gpu.proved[-1].candidate == result.best
+    assert gpu.proved[-1].last
+    assert result.speedup is not None
+    assert result.speedup.value == pytest.approx(gpt_sample_s(result.start) / gpt_sample_s(result.best), rel=0.02)
+
+
+def test_what_has_no_proof_of_its_own_says_so() -> None:
+    result = tune_gpt_on(GptGpu(slower=2.2))
+    assert [item.proved_alone for item in result.accepted] == [False] * 3
+    assert [item["proved_alone"] for item in result.to_json()["accepted"]] == [False] * 3
+    for item in result.accepted:
+        assert "in its trial, to be proved with the rest" in item.attempt.reason
+        assert item.speedup.low > 1
+    assert render_best(result, None).count("by its trial and proved with the rest") == 3
+
+
+@pytest.mark.parametrize(("slower", "budget_s"), [(1.0, 480.0), (2.2, 480.0), (2.2, 700.0), (2.2, 1200.0)])
+def test_what_learns_otherwise_does_not_stay(slower: float, budget_s: float) -> None:
+    gpu = GptGpu(cheats=True, slower=slower)
+    result = tune_gpt_on(gpu, budget_s=budget_s)
+    assert "model.residual" not in result.changes
+    cheat = next(item for item in result.attempts if item.label == "model.residual=half")
+    assert cheat.status in ("rejected", "inconclusive")
+    if result.accepted:
+        assert result.best != result.start
+        assert result.total is not None or result.accepted[0].proved_alone
+    else:
+        assert result.best == result.start
+        assert result.final == result.baseline
+        assert result.speedup is None
+
+
+def test_what_there_is_no_budget_to_prove_does_not_stay() -> None:
+    result = tune_gpt_on(GptGpu(slower=3.0))
+    assert result.best == result.start
+    assert result.accepted == []
+    taken = [item for item in result.attempts if item.gain is not None]
+    assert taken
+    assert {(item.status, item.reason) for item in taken} == {("inconclusive", "there was no budget left to prove it")}
+
+
+def test_such_a_search_that_was_killed_comes_to_the_same_end(tmp_path: Path) -> None:
+    first = tune_gpt_on(GptGpu(slower=2.2), folder=tmp_path)
+    again = GptGpu(slower=2.2)
+    second = tune_gpt_on(again, folder=tmp_path)
+    assert again.made == []
+    assert second.to_json() == first.to_json()
