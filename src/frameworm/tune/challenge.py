@@ -269,8 +269,8 @@ class Challenge:
         def keep_going(windows: Sequence[float]) -> bool:
             return not racing or not windows or min(windows) <= limit_s
 
-        # Nothing comes of a trial that leaves no time for a proof.
-        timed = racing and self.ledger.budget.time_s is not None
+        # Nothing comes of a trial that leaves no time for a proof; but who asks for two trials gets two.
+        timed = racing and self.ledger.budget.time_s is not None and self.ledger.budget.trials is None
         wanted = timed or len(self.result.accepted) > 1
         return self.ledger.trial(config, label, keep_going, reserve=1 if wanted else 0)
 
