@@ -53,13 +53,16 @@ class Gpu:
     Args:
         later: Verdict once nothing is launched any more.
         seed: Seed of the noise.
+        refuses: Batches of many widths cannot be captured, and all that is compiled takes longer.
     """
 
-    def __init__(self, later: str = "compute_bound", seed: int = 0) -> None:
+    def __init__(self, later: str = "compute_bound", seed: int = 0, *, refuses: bool = False) -> None:
         self.now_s = 0.0
         self.made: list[str] = []
         self.reached: tuple[float, int] | None = None
         self._later = later
+        self._refuses = refuses
+        self._slow_s = 15.0 if refuses else 0.0
         self._draw = random.Random(seed)
 
     def clock(self) -> float:
@@ -69,10 +72,12 @@ class Gpu:
         config = request.config
         self.now_s += TRIAL_S
         self.made.append(f"trial {request.label}")
+        if self._refuses and config.gpu.capture == "step" and config.data.batching != "packed":
+            return TrialResult(failure=Failure("capture_refused", "too many shapes"))
         if step_s(config) is None:
             self.now_s += HANG_S - TRIAL_S
             return TrialResult(failure=Failure("hang", f"not done after {HANG_S:.0f} s"))
-        self.now_s += COMPILE_TRIAL_S if config.gpu.compile_model else 0.0
+        self.now_s += COMPILE_TRIAL_S + self._slow_s if config.gpu.compile_model else 0.0
         windows: list[float] = []
         for _ in range(5):
             windows.append(self._window(config))
@@ -83,7 +88,7 @@ class Gpu:
 
     def prove(self, request: ProofRequest) -> ProofResult:
         compiled = request.baseline.gpu.compile_model or request.candidate.gpu.compile_model
-        self.now_s += PROOF_S + (COMPILE_PROOF_S if compiled else 0.0)
+        self.now_s += PROOF_S + (COMPILE_PROOF_S + self._slow_s if compiled else 0.0)
         self.made.append(f"proof {request.label}")
         windows = []
         for _ in range(10):
@@ -151,8 +156,9 @@ class GptGpu(Gpu):
 
     def run_trial(self, request: TrialRequest) -> TrialResult:
         config = request.config
-        self.now_s += self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))
         self.made.append(f"trial {request.label}")
+        if not self._has_time(14.0 + (36.0 if config.gpu.compile_model else 0.0), request.timeout_s):
+            return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
         windows: list[float] = []
         for _ in range(5):
             windows.append(self._window(config))
@@ -162,8 +168,9 @@ class GptGpu(Gpu):
         return TrialResult(windows, 36.0 if config.gpu.compile_model else 1.0, "compute_bound", found)
 
     def prove(self, request: ProofRequest) -> ProofResult:
-        self.now_s += self._slower * (55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0))
         self.made.append(f"proof {request.label}")
+        if not self._has_time(55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0), request.timeout_s):
+            return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)
         windows = []
         for _ in range(6):
@@ -177,6 +184,12 @@ class GptGpu(Gpu):
             learning(None, None), learning(None, frozen), [learning(None, None, unit, seed) for seed in (1, 2)], unit
         )
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
+
+    def _has_time(self, needs_s: float, timeout_s: float | None) -> bool:
+        needs_s *= self._slower
+        has_s = needs_s if timeout_s is None else min(needs_s, timeout_s)
+        self.now_s += has_s
+        return has_s == needs_s
 
     def _window(self, config: Config) -> float:
         return gpt_sample_s(config) * math.exp(self._draw.gauss(0, 0.003))

@@ -56,7 +56,8 @@ def test_what_there_is_no_budget_to_prove_does_not_stay() -> None:
     assert result.accepted == []
     taken = [item for item in result.attempts if item.gain is not None]
     assert taken
-    assert {(item.status, item.reason) for item in taken} == {("inconclusive", "there was no budget left to prove it")}
+    assert {item.status for item in taken} == {"inconclusive"}
+    assert all("budget" in item.reason for item in taken)
 
 
 def test_such_a_search_that_was_killed_comes_to_the_same_end(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def test_a_model_of_launches_ends_at_its_best_within_the_budget(later: str) -> N
     assert not [name for name in tried if "activation_checkpointing" in name]
 
 
+@pytest.mark.parametrize("later", ["compute_bound", "host_bound", "padding_waste"])
+def test_what_is_refused_alone_is_tried_at_once_with_what_makes_it_possible(later: str) -> None:
+    gpu = Gpu(later, refuses=True)
+    result = tune_on(gpu, budget_s=480.0)
+    assert gpu.made[1:3] == ["trial gpu.capture=step", "trial data.batching=packed, gpu.capture=step"]
+    assert step_s(result.best) == pytest.approx(BEST_S)
+    assert gpu.now_s <= 480
+    assert result.total is not None
+
+
 def host_bound(model: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     remedies = [{"knob": f"model.{name}", "value": True, "text": ""} for name in ("costly", "cheap")]
     return "host_bound", [{"code": "host_bound", "share": 0.9, "remedies": remedies}]

@@ -100,7 +100,10 @@ class Challenge:
     def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult) -> bool:
         """Prove a candidate against the best so far, and keep it if that succeeds."""
         config = apply_changes(self.context.config, candidate.changes)
-        if self._puts_off(candidate) and (kept := self._take_for_now(attempt, candidate, config, trial)) is not None:
+        if (
+            self._puts_off(attempt, candidate)
+            and (kept := self._take_for_now(attempt, candidate, config, trial)) is not None
+        ):
             return kept
         self.report(f"proving {candidate.label}")
         reserve = 1 if self.result.accepted else 0
@@ -120,9 +123,9 @@ class Challenge:
         self._accept(attempt, candidate, config, trial)
         return True
 
-    def _puts_off(self, candidate: Candidate) -> bool:
+    def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
         """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
-        time_s, proof_s = self.ledger.budget.time_s, self.ledger.usual_s("proof")
+        time_s, proof_s = self.ledger.budget.time_s, self.ledger.proof_s(attempt.trial)
         if time_s is None or candidate.mathematics == "more":
             return False
         return proof_s > MOST_FOR_PROOF * time_s or not self.ledger.has_room(proof_s, 1)
@@ -272,7 +275,7 @@ class Challenge:
         # Nothing comes of a trial that leaves no time for a proof; but who asks for two trials gets two.
         timed = racing and self.ledger.budget.time_s is not None and self.ledger.budget.trials is None
         wanted = timed or len(self.result.accepted) > 1
-        return self.ledger.trial(config, label, keep_going, reserve=1 if wanted else 0)
+        return self.ledger.trial(config, label, keep_going, like=self.context.config, reserve=1 if wanted else 0)
 
     def move_to(self, config: Config, trial: TrialResult) -> None:
         """Make a config the best one."""
@@ -303,6 +306,11 @@ class Challenge:
     def does_not_pay(self, knob: Knob) -> bool:
         """Whether its start was not paid back where it was faster: there is less to save after every other change."""
         return knob.setup_s > 0 and knob.name in self._unpaid
+
+    def was_refused(self, knob: Knob) -> bool:
+        """Whether the knob, alone, cannot be done here as things stand."""
+        found = [item.failure for item in self.result.attempts if item.knob == knob.name]
+        return bool(found) and found[-1] in ("capture_refused", "hang", "not_applicable")
 
     def has_failed(self, knob: Knob) -> bool:
         """Whether a trial or proof of the knob, alone, gave no figure."""

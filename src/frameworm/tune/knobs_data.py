@@ -78,6 +78,11 @@ def _threads(context: Context) -> list[int]:
     return sorted(count for count in wanted if count != now)
 
 
+def _threads_codes(context: Context) -> tuple[str, ...]:
+    # A host that launches kernels one by one does that with one thread.
+    return ("cpu_oversubscribed",) if context.on_gpu else ("cpu_oversubscribed", "compute_bound", "host_bound")
+
+
 def _onednn_applies(context: Context) -> bool | str:
     if context.on_gpu:
         return "matrix products are on the GPU"
@@ -146,11 +151,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "Threads that torch computes with on the host.",
         _threads,
         mathematics="rounding",
-        suggested_by=lambda context: (
-            "cpu_oversubscribed",
-            "host_bound",
-            *(() if context.on_gpu else ("compute_bound",)),
-        ),
+        suggested_by=_threads_codes,
         expected_gain=lambda context: 0.02 if context.on_gpu else 0.1,
         ordered=True,
     ),

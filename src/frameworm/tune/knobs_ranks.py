@@ -32,13 +32,20 @@ def _micro_batches(context: Context) -> list[dict[str, Any]]:
 
 
 def _may_be_larger(context: Context) -> bool:
-    """Whether a GPU gets its batch in several passes, which leaves it idle in between."""
-    return context.on_gpu and context.micro_batch * context.world_size < context.global_batch
+    return context.micro_batch * context.world_size < context.global_batch
 
 
 def _micro_batch_codes(context: Context) -> tuple[str, ...]:
+    if not _may_be_larger(context):
+        return ("memory_pressure",)  # more passes are more launches
     codes = ("small_batch", "memory_underused", "host_bound", "memory_pressure")
-    return (*codes, "compute_bound") if _may_be_larger(context) else codes
+    return (*codes, "compute_bound") if context.on_gpu else codes
+
+
+def _micro_batch_gain(context: Context) -> float:
+    if not context.on_gpu:
+        return 0.05  # caches may be glad of less
+    return 0.1 if _may_be_larger(context) else 0.01
 
 
 def _checkpointing(context: Context) -> list[str]:
@@ -85,7 +92,7 @@ RANK_KNOBS: tuple[Knob, ...] = (
         lambda context: context.global_batch > context.world_size or "one sample per device cannot be divided",
         "rounding",
         _micro_batch_codes,
-        expected_gain=lambda context: 0.1 if _may_be_larger(context) else 0.05,
+        expected_gain=_micro_batch_gain,
         ordered=True,
         partners=("activation_checkpointing",),
     ),

@@ -79,6 +79,7 @@ class Ledger:
         self._clock = clock
         self.spent_s = 0.0
         self._walls: dict[str, list[float]] = {"trial": [], "proof": [], "check": []}
+        self._fine_s: dict[str, float] = {}  # of trials that ended well, by name
         self._seen: dict[tuple[str, str], TrialResult | ProofResult | LongerResult] = {}
 
     @property
@@ -97,8 +98,22 @@ class Ledger:
             return median(self._walls[kind][-_LATELY:])
         return _TRIALS_IN_PROOF * self.usual_s("trial") if kind == "proof" else 0.0
 
+    def proof_s(self, trial: str | None) -> float:
+        """What the proof of a config with this trial should take: the quickest, and what it is slower to start."""
+        wall_s = None if trial is None else self._fine_s.get(trial)
+        if wall_s is None:
+            return self.usual_s("proof")
+        quickest_s = min(self._fine_s.values())
+        return min(self._walls["proof"], default=_TRIALS_IN_PROOF * quickest_s) + wall_s - quickest_s
+
     def trial(
-        self, config: Config, label: str, keep_going: Callable[[Sequence[float]], bool], *, reserve: int = 0
+        self,
+        config: Config,
+        label: str,
+        keep_going: Callable[[Sequence[float]], bool],
+        *,
+        like: Config | None = None,
+        reserve: int = 0,
     ) -> tuple[str, TrialResult]:
         """The trial of a config.
 
@@ -106,6 +121,7 @@ class Ledger:
             config: What to run.
             label: What is tried.
             keep_going: See `TrialRequest`.
+            like: It should take about as long as the trial of this one.
             reserve: Proofs that there must be budget for afterwards.
 
         Raises:
@@ -116,7 +132,8 @@ class Ledger:
         def make(timeout_s: float | None) -> TrialResult:
             return self._run_trial(TrialRequest(name, config, label, timeout_s, keep_going))
 
-        return name, self._once("trial", name, label, make, TrialResult, reserve)
+        needs_s = None if like is None else self._fine_s.get(digest_of(like))
+        return name, self._once("trial", name, label, make, TrialResult, reserve, needs_s)
 
     def proof(
         self,
@@ -153,7 +170,9 @@ class Ledger:
             )
             return self._prove(request)
 
-        return self._once("proof", name, change.label, make, ProofResult, reserve)
+        # The last one makes do with what is left, if it is not far too little.
+        needs_s = self.usual_s("proof") / 2 if last else None
+        return self._once("proof", name, change.label, make, ProofResult, reserve, needs_s)
 
     def longer_check(
         self,
@@ -217,6 +236,8 @@ class Ledger:
         self.spent_s += wall_s
         # A search that goes on must find the same budget spent as the one that was killed did.
         self._walls[kind].append(wall_s)
+        if kind == "trial" and result.failure is None:
+            self._fine_s[name] = wall_s
         self._seen[kind, name] = result
         return result
 
@@ -232,10 +253,13 @@ class Ledger:
         return left_s
 
     def _beside(self, reserve: int, time_s: float) -> float:
-        """What is left of the time beside some proofs, which may have to start what was slow to start lately."""
-        lately = [self._walls[kind][-_LATELY:] for kind in ("proof", "trial")]
-        proof_s = max(self.usual_s("proof"), *lately[0], *(2 * wall_s for wall_s in lately[1]), 0.0)
-        return time_s - self.spent_s - reserve * proof_s
+        """What is left of the time beside some proofs."""
+        return time_s - self.spent_s - reserve * self._long_proof_s()
+
+    def _long_proof_s(self) -> float:
+        """What a proof may take: as the longest lately, or one of what is slow to start lately."""
+        lately = list(self._fine_s)[-_LATELY:]
+        return max([0.0, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]

@@ -114,23 +114,21 @@ class Search:
 
     def _turn_all(self) -> None:
         while (following := self._next()) is not None:
-            self._turn(*following)
+            knob = following[0]
+            if not self._turn(*following) and self._challenge.was_refused(knob):
+                self._turn_with_a_partner(knob)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
         """The knob that promises most for its cost, of those not turned yet."""
-        possible = []
-        for knob in self._knobs.values():
-            if knob.name in self._tried or knob.why_not(self._challenge.context) is not None:
-                continue
-            candidates = self._possible(knob)
-            possible.append((knob, candidates))
-        ledger, open_ones = self._challenge.ledger, []
-        values = sum(len(candidates) for _, candidates in possible)
+        context, ledger = self._challenge.context, self._challenge.ledger
+        waiting = [knob for knob in self._knobs.values() if knob.name not in self._tried]
+        possible = [(knob, self._possible(knob)) for knob in waiting if knob.why_not(context) is None]
+        total = sum(len(candidates) for _, candidates in possible)
+        trial_s, proof_s = ledger.usual_s("trial"), ledger.usual_s("proof")
+        open_ones = []
         for knob, candidates in possible:
-            cost_s = cost_of(
-                knob, len(candidates), ledger.usual_s("trial"), ledger.usual_s("proof"), values - len(candidates)
-            )
-            promise = promise_of(knob, candidates, self._challenge.context, self._challenge.best, cost_s)
+            cost_s = cost_of(knob, len(candidates), trial_s, proof_s, total - len(candidates))
+            promise = promise_of(knob, candidates, context, self._challenge.best, cost_s)
             if candidates and promise.gain > 0:
                 open_ones.append((knob, candidates, promise))
         return max(open_ones, key=lambda item: item[2].rank, default=None)
@@ -191,6 +189,18 @@ class Search:
                     self._turn_all()
                     accepted = True
                     break
+
+    def _turn_with_a_partner(self, knob: Knob) -> None:
+        """What promised most and cannot be done alone is worth what makes it possible, the quickest to start first."""
+        others = [other for other in self._knobs.values() if knob.name in other.partners or other.name in knob.partners]
+        for other in sorted(others, key=lambda other: (other.setup_s, -other.gain(self._challenge.context))):
+            if self._is_settled(other):
+                continue
+            bundle = next(self._bundles(knob, other), None)
+            if bundle is None or self._challenge.has_tried(bundle):
+                continue
+            if self._try_alone(bundle, "together", knob.setup_s + other.setup_s):
+                return
 
     def _pairs(self) -> list[tuple[Knob, Knob, Candidate]]:
         """Pairs worth a trial, those first whose figures alone speak least against them."""
