@@ -94,8 +94,8 @@ def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, resu
     return sorted(candidates, key=place)
 
 
-def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> float | None:
-    """A value that speaks against this one, on a scale with one peak.
+def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> str | None:
+    """Which value speaks against this one, on a scale with one peak.
 
     That is one between here and the present one that is already slower than its neighbour towards the present, or one
     on the other side of the present that is faster.
@@ -104,7 +104,7 @@ def past_the_peak(position: float, present: float | None, screened: dict[float, 
         return None
     for item, figure in screened.items():
         if (item - present) * (position - present) < 0 and figure > _UPHILL:
-            return item
+            return f"{item:g} is faster, and lies in the other direction"
     side = [item for item in screened if (item - present) * (position - present) > 0]
     side = sorted(
         (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)
@@ -112,7 +112,7 @@ def past_the_peak(position: float, present: float | None, screened: dict[float, 
     before = 1.0
     for item in side:
         if screened[item] < _PAST_THE_PEAK * before:
-            return item
+            return f"{item:g} is already slower"
         before = screened[item]
     return None
 

@@ -147,7 +147,7 @@ class Search:
         for candidate in in_order(knob, candidates, self._challenge.context, self._challenge.best):
             beyond = past_the_peak(candidate.position, present, screened) if knob.ordered else None
             if beyond is not None:
-                self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond:g} is already slower", promise.why)
+                self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond}", promise.why)
                 continue
             try:
                 attempt, trial = self._challenge.screen(candidate, promise.why)
