@@ -51,6 +51,16 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
     return [{"gpu.compile_model": True}] if not context.resolved.gpu.compile_model else []
 
 
+def _of_many_widths(context: Context) -> bool:
+    return context.workload.has_token_lengths and context.resolved.data.batching == "padded"
+
+
+def _compile_applies(context: Context) -> bool | str:
+    if context.resolved.gpu.capture != "off" and _of_many_widths(context):
+        return "each width of a batch would be compiled and captured"
+    return True
+
+
 def _compile_modes(context: Context) -> list[str]:
     return ["max-autotune"] if context.resolved.gpu.compile_mode == "default" else []
 
@@ -67,6 +77,8 @@ def _capture_applies(context: Context) -> bool | str:
         return told
     if context.world_size > 1:
         return "a graph does not hold what travels between processes"
+    if context.resolved.gpu.compile_model and _of_many_widths(context):
+        return "each width of a batch would be compiled and captured"
     return context.resolved.parallel.strategy == "single" or f"not with strategy {context.resolved.parallel.strategy}"
 
 
@@ -135,7 +147,8 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         ("gpu.compile_model",),
         "Compile the model: fewer, larger kernels.",
         _compile_values,
-        mathematics="rounding",
+        _compile_applies,
+        "rounding",
         suggested_by=("host_bound", "compute_bound"),
         expected_gain=0.25,
         setup_s=15.0,
