@@ -1,4 +1,4 @@
-"""Momentum of a fused SGD whose first steps are left out."""
+"""Momentum of a fused SGD whose first steps are left out; clipping on a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from frameworm.engine.update import begin_momentum
+from frameworm.engine.precision import Precision
+from frameworm.engine.schedule import NoSchedule
+from frameworm.engine.update import Update, begin_momentum
 
 
 def _parameter() -> nn.Parameter:
@@ -50,3 +52,24 @@ def test_others_are_left_alone(settings: dict[str, object]) -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)  # type: ignore[arg-type]
     begin_momentum(optimizer)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 3.7])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1 - 2e-6, 1 - 1e-7, 1.0, 1 + 1e-7, 1.5, 100.0])
+def test_gradients_near_the_limit_are_clipped_as_torch_does(limit: float, share: float) -> None:
+    cpu = torch.device("cpu")
+    ours, theirs = [_parameter(), _parameter()], [_parameter(), _parameter()]
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(1000, generator=generator) for _ in ours]
+    factor = share * limit / torch.nn.utils.get_total_norm(gradients)
+    for parameters in (ours, theirs):
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient * factor
+    update = Update(ours, torch.optim.SGD(ours, 0.1), NoSchedule(), Precision("off", cpu), limit, cpu)
+    update.apply(None)
+    norm = torch.nn.utils.clip_grad_norm_(theirs, limit)
+    torch.optim.SGD(theirs, 0.1).step()
+    assert update.grad_norm is not None
+    assert torch.equal(update.grad_norm, norm)
+    for mine, other in zip(ours, theirs):
+        assert torch.equal(mine, other)

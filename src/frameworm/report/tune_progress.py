@@ -122,7 +122,7 @@ def _sample_s(trial: Any) -> float | None:
 
 def _is_open(attempt: Mapping[str, Any]) -> bool:
     """Whether a proof of it may still come."""
-    return attempt["status"] == "inconclusive" and attempt.get("proof") is None
+    return attempt["status"] == "inconclusive" and attempt.get("proof") is None and attempt.get("gain") is None
 
 
 def _short(text: str, longest: int = _LONGEST_REASON) -> str:

@@ -101,11 +101,10 @@ class Challenge:
     def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult) -> bool:
         """Prove a candidate against the best so far, and keep it if that succeeds."""
         config = apply_changes(self.context.config, candidate.changes)
-        if (
-            self._puts_off(attempt, candidate)
-            and (kept := self._take_for_now(attempt, candidate, config, trial)) is not None
-        ):
-            return kept
+        if self._puts_off(attempt, candidate):
+            kept = self._take_for_now(attempt, candidate, config, trial)
+            if kept is not None:
+                return kept
         self.report(f"proving {candidate.label}")
         reserve = 1 if self.result.accepted else 0
         outcome = self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
@@ -141,6 +140,7 @@ class Challenge:
         if gain is None or gain.low <= 1 + self._minimum_gain:
             if gain is None or gain.value >= 1 + _WORTH_PROOF:
                 return None
+            attempt.gain = gain
             attempt.reason += ", which may be noise, and a proof would take too much of the budget"
             return False
         attempt.gain, attempt.status = gain, "accepted"

@@ -32,7 +32,7 @@ class Attempt:
         failure: Kind of failure.
         proof: The proof, where there was one.
         trial: Id of its trial.
-        gain: What its trial showed, where it was taken without a proof of its own.
+        gain: What its trial showed, where that had to decide because a proof of its own would have taken too long.
     """
 
     knob: str
