@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -15,8 +16,9 @@ from frameworm.config.load import load_config_from_mapping
 from frameworm.tune import windows
 from frameworm.tune.effort import Effort
 from frameworm.tune.live import Live, Stand
+from frameworm.tune.outcomes import TrialResult
 from frameworm.tune.warmth import StepNote, Warmth
-from frameworm.tune.windows import take_turns, warm_up
+from frameworm.tune.windows import go_beside, take_turns, warm_up
 
 # The shapes of the next step and its seconds, given how often each shape has come.
 Stream = Callable[[Counter[Hashable]], tuple[Hashable, float]]
@@ -201,3 +203,31 @@ def test_long_steps_that_do_not_lie_apart_get_all_their_pairs(monkeypatch: pytes
     sides = tuple((cast(Live, live), config) for live in (before, after))
     found, _ = take_turns(cast("windows.Sides", sides), Effort(), 300.0, lambda one, other: 1.0)
     assert len(found) >= 2 * Effort().pairs
+
+
+@pytest.mark.parametrize(("done", "steps", "same"), [(30, 10, True), (50, 15, True), (61, 10, False), (30, 25, False)])
+def test_a_trial_measures_the_steps_of_the_one_it_is_held_against(done: int, steps: int, same: bool) -> None:
+    live = FakeLive(even(0.03))
+    live.go(0, done)
+    beside = TrialResult([1.0], steps=(60, 2, 10))
+    found = go_beside(cast(Live, live), done, 0.03, windows.Size(1, steps), beside)
+    assert live.done == found.first
+    if same:
+        assert found == (60, (2, 10))
+    else:
+        assert found.size == (1, steps)
+        assert 0.5 <= (found.first - done) * 0.03 < 0.6, "others can warm up until then"
+
+
+def test_the_same_steps_are_compared_window_by_window() -> None:
+    # Windows hold batches of unlike length; the second trial is 5% faster in each.
+    first = TrialResult([1.0, 2.0, 1.5, 1.2, 1.9], steps=(60, 2, 10))
+    second = TrialResult([seconds / 1.05 for seconds in first.seconds_per_sample[:3]], steps=(60, 2, 10))
+    assert second.times_as_fast_as(first) == pytest.approx(1.05)
+    elsewhere = TrialResult(second.seconds_per_sample, steps=(70, 2, 10))
+    assert elsewhere.times_as_fast_as(first) == pytest.approx(1.05)
+    early = TrialResult(second.seconds_per_sample[:1], steps=(61, 2, 10))
+    assert early.times_as_fast_as(first) > 1.5, "all there is to compare are medians"
+    stored = TrialResult.from_json(json.loads(json.dumps(second.to_json())))
+    assert stored.times_as_fast_as(first) == second.times_as_fast_as(first)
+    assert stored.steps == second.steps

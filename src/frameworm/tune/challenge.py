@@ -85,7 +85,7 @@ class Challenge:
         elif not trial.seconds_per_sample:
             attempt.status, attempt.failure, attempt.reason = "failed", "crash", "nothing was measured"
         else:
-            attempt.screened = self.best.sample_s / trial.sample_s
+            attempt.screened = trial.times_as_fast_as(self.best)
             if trial.stopped_early:
                 attempt.reason = f"clearly slower: {attempt.screened:.2f} x after its first window"
             elif attempt.screened < 1 + self._minimum_gain / 2:
@@ -277,7 +277,8 @@ class Challenge:
         # Nothing comes of a trial that leaves no time for a proof; but who asks for two trials gets two.
         timed = racing and self.ledger.budget.time_s is not None and self.ledger.budget.trials is None
         wanted = timed or len(self.result.accepted) > 1
-        return self.ledger.trial(config, label, keep_going, like=self.context.config, reserve=1 if wanted else 0)
+        beside = (self.context.config, self.best) if racing else None
+        return self.ledger.trial(config, label, keep_going, beside=beside, reserve=1 if wanted else 0)
 
     def move_to(self, config: Config, trial: TrialResult) -> None:
         """Make a config the best one."""

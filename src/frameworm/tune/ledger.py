@@ -112,7 +112,7 @@ class Ledger:
         label: str,
         keep_going: Callable[[Sequence[float]], bool],
         *,
-        like: Config | None = None,
+        beside: tuple[Config, TrialResult] | None = None,
         reserve: int = 0,
     ) -> tuple[str, TrialResult]:
         """The trial of a config.
@@ -121,18 +121,19 @@ class Ledger:
             config: What to run.
             label: What is tried.
             keep_going: See `TrialRequest`.
-            like: It should take about as long as the trial of this one.
+            beside: The config and the trial that it will be held against; it should take about as long.
             reserve: Proofs that there must be budget for afterwards.
 
         Raises:
             BudgetSpentError: There is no budget for it.
         """
         name = digest_of(config)
+        known = None if beside is None else beside[1]
 
         def make(timeout_s: float | None) -> TrialResult:
-            return self._run_trial(TrialRequest(name, config, label, timeout_s, keep_going))
+            return self._run_trial(TrialRequest(name, config, label, timeout_s, keep_going, known))
 
-        needs_s = None if like is None else self._fine_s.get(digest_of(like))
+        needs_s = None if beside is None else self._fine_s.get(digest_of(beside[0]))
         return name, self._once("trial", name, label, make, TrialResult, reserve, needs_s)
 
     def proof(

@@ -38,6 +38,7 @@ class TrialRequest:
         timeout_s: Seconds it may take; None: the runner's own limit.
         keep_going: To be asked after each measured window with the seconds per sample of all so far; False: the
             candidate is clearly worse, and the trial ends there with `stopped_early`.
+        beside: The trial that it will be held against: where its steps take about as long, the same ones are measured.
     """
 
     id: str
@@ -45,6 +46,7 @@ class TrialRequest:
     label: str
     timeout_s: float | None = None
     keep_going: Callable[[Sequence[float]], bool] = lambda windows: True
+    beside: TrialResult | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class TrialResult:
         stopped_early: `keep_going` said no.
         failure: Why there are no figures.
         details: Anything JSON can hold: phases, memory, where stderr is kept.
+        steps: The first step of the first window, and of each window the steps before the clock starts and those that
+            count; None: not known.
     """
 
     seconds_per_sample: Sequence[float] = ()
@@ -68,11 +72,19 @@ class TrialResult:
     stopped_early: bool = False
     failure: Failure | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[int, int, int] | None = None
 
     @property
     def sample_s(self) -> float:
         """Median seconds per sample; infinite after a failure."""
         return median(self.seconds_per_sample) if self.seconds_per_sample else math.inf
+
+    def times_as_fast_as(self, other: TrialResult) -> float:
+        """How many times as fast as another; window by window, where the same steps were measured."""
+        pairs = list(zip(other.seconds_per_sample, self.seconds_per_sample))
+        if self.steps is None or self.steps != other.steps or not pairs:
+            return other.sample_s / self.sample_s
+        return median(theirs / ours for theirs, ours in pairs)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
@@ -81,8 +93,13 @@ class TrialResult:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrialResult:
         """The result that `to_json` wrote."""
-        failure = values.get("failure")
-        return cls(**{**values, "failure": None if failure is None else Failure(**failure)})
+        failure, steps = values.get("failure"), values.get("steps")
+        known = {
+            **values,
+            "failure": None if failure is None else Failure(**failure),
+            "steps": None if steps is None else tuple(steps),
+        }
+        return cls(**known)
 
 
 @dataclass(frozen=True)

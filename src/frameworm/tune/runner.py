@@ -30,7 +30,7 @@ from frameworm.tune.outcomes import (
     TrialResult,
 )
 from frameworm.tune.short_steps import ShortSteps
-from frameworm.tune.windows import measure, take_turns, warm_up, window_of
+from frameworm.tune.windows import go_beside, measure, take_turns, warm_up, window_of
 
 _NOT_CAPTURED = "the step was not captured"
 # The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
@@ -101,8 +101,9 @@ class TrialRunner:
                 if (slow := self._slow_start(live, request)) is not None:
                     return TrialResult((slow,), stopped_early=True, details=details)
                 step_s, warm = warm_up(live, self._effort, deadline)
+                steps = go_beside(live, warm.done, step_s, window_of(step_s, self._effort, config), request.beside)
                 for count in range(1, self._effort.windows + 1):
-                    windows.append(measure(live, *window_of(step_s, self._effort, request.config)))
+                    windows.append(measure(live, *steps.size))
                     # One window alone may have met somebody else's work.
                     if count > 1 and not request.keep_going(windows):
                         stopped_early = True
@@ -126,7 +127,13 @@ class TrialRunner:
         if request.config.gpu.capture == "step" and refused:
             return TrialResult(failure=Failure("capture_refused", refused[0]), details=details)
         return TrialResult(
-            tuple(windows), setup_s, told["verdict"], tuple(told["findings"]), stopped_early, details=details
+            tuple(windows),
+            setup_s,
+            told["verdict"],
+            tuple(told["findings"]),
+            stopped_early,
+            details=details,
+            steps=(steps.first, *steps.size),
         )
 
     def prove(self, request: ProofRequest) -> ProofResult:

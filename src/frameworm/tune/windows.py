@@ -12,6 +12,7 @@ from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.effort import Effort
 from frameworm.tune.live import Live, Stand
+from frameworm.tune.outcomes import TrialResult
 from frameworm.tune.warmth import Warmth
 
 # Warming up takes no more than this share of the time that is left, no window of it more than this, and a window that
@@ -23,6 +24,9 @@ _EXPECTED = 2.0
 # that took fewer to warm up catches up, if that takes no more than this share of what warming up may.
 _ABOUT_AS_LONG = 2.0
 _MOST_TO_CATCH_UP = 0.5
+# Steps that the first trial leaves to others for warming up, and the longest that another waits to be at the same ones.
+_ROOM_S = 0.5
+_LONGEST_ROOM_S = 3.0
 # Where a pair of windows takes longer than this, a look after so few pairs tells whether more are needed: two sides
 # that do not differ lie apart like that in one of C(12, 6) = 924 cases.
 _LONG_PAIR_S = 1.0
@@ -68,6 +72,37 @@ def window_of(step_s: float, effort: Effort, config: Config) -> Size:
     workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
     # What the loader has made ready meanwhile is used up before the clock starts.
     return Size(max(1, steps // 10, min(workers * config.data.prefetch_factor, steps)), steps)
+
+
+class Steps(NamedTuple):
+    """Where the first window of a trial begins, and the size of them all."""
+
+    first: int
+    size: Size
+
+
+def go_beside(live: Live, done: int, step_s: float, size: Size, beside: TrialResult | None) -> Steps:
+    """Go on to the steps that a trial measures: those of another, where these take about as long.
+
+    Steps differ in what they hold, above all where batches differ in length. Where there is no other, or it has passed
+    those steps, some are left to those who come later, to warm up with.
+
+    Args:
+        live: It has warmed up.
+        done: Its steps so far.
+        step_s: What they take.
+        size: The windows that suit it.
+        beside: The other trial; None: there is none.
+    """
+    first = done + math.ceil(_ROOM_S / step_s)
+    if beside is not None and beside.steps is not None:
+        theirs, other = beside.steps[0], Size(*beside.steps[1:])
+        alike = other.steps <= _ABOUT_AS_LONG * size.steps and size.steps <= _ABOUT_AS_LONG * other.steps
+        if alike and theirs >= done and (theirs - done) * step_s <= _LONGEST_ROOM_S:
+            first, size = theirs, other
+    if first > done:
+        live.go(0, first - done)
+    return Steps(first, size)
 
 
 def measure(live: Live, lead_in: int, steps: int) -> float:
