@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.rules import Judgement
+from frameworm.diagnose.rules import Judgement, keep_shown
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.experiments import Interval, Measured, median_interval
 from frameworm.tune.settle import Gain, settle
@@ -66,3 +66,15 @@ def test_gains_are_taken_within_a_round() -> None:
     assert measured.gain("a", "b") == Interval(2.0, 2.0, 2.0)
     assert measured.gain("a", "c") is None
     assert median_interval([1.0, 2.0]) is None
+
+
+def test_a_stored_run_keeps_what_experiments_had_shown() -> None:
+    by_rules = Judgement("input_bound", [finding(), finding("compute_bound", "info", share=0.8)], ["drift: none"])
+    tried = {
+        "input_bound": Gain(Interval(1.0, 0.99, 1.01), "no loader"),
+        "small_batch": Gain(Interval(1.6, 1.5, 1.7), "x"),
+    }
+    settled = settle(by_rules, tried)
+    assert settled.verdict == "small_batch"
+    assert keep_shown(by_rules, settled.findings) == settled
+    assert keep_shown(by_rules, by_rules.findings) is by_rules

@@ -194,7 +194,7 @@ def _stored_record(folder: RunFolder) -> RunRecord:
 
 def _judge(record: RunRecord, folder: RunFolder) -> None:
     from frameworm.config.load import load_config
-    from frameworm.diagnose.rules import apply_judgement, judge
+    from frameworm.diagnose.rules import apply_judgement, judge, keep_shown
     from frameworm.errors import FramewormError
     from frameworm.observe.attach_record import all_steps, stored_trace
 
@@ -203,7 +203,7 @@ def _judge(record: RunRecord, folder: RunFolder) -> None:
         with contextlib.suppress(FramewormError):
             config = load_config(folder.config)
     judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
-    apply_judgement(record, judgement)
+    apply_judgement(record, keep_shown(judgement, record.findings or []))
 
 
 def _diagnose_trace(path: Path, as_json: bool) -> None:

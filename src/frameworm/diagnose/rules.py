@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ RULES: dict[str, Rule] = {
 }
 CODES = tuple(RULES)
 
+EXPERIMENT = "experiment"  # in the evidence of what was tried
 HEALTHY, INCONCLUSIVE = "healthy", "inconclusive"
 FEWEST_STEPS = 10
 TOO_NOISY = 0.2  # standard error of the mean step
@@ -155,6 +156,32 @@ def apply_judgement(record: RunRecord, judgement: Judgement) -> RunRecord:
     return record
 
 
+def keep_shown(judgement: Judgement, before: Sequence[Finding]) -> Judgement:
+    """The judgement of a stored run with what experiments had shown: its files do not hold them.
+
+    Args:
+        judgement: By the files alone.
+        before: The findings in its summary.
+    """
+    shown = {item.code: item for item in before if EXPERIMENT in item.evidence}
+    if not shown:
+        return judgement
+    found = [shown.pop(item.code, item) for item in judgement.findings]
+    return with_findings(judgement, [*found, *shown.values()])
+
+
+def with_findings(judgement: Judgement, findings: Sequence[Finding]) -> Judgement:
+    """The judgement with other findings, some of them shown by experiments: what costs more comes first."""
+    found = sorted(findings, key=_cost_when_tried, reverse=True)
+    worst = next((item for item in found if item.severity != "info"), None)
+    verdict = judgement.verdict
+    if worst is not None:
+        verdict = worst.code
+    elif verdict in {item.code for item in found}:
+        verdict = HEALTHY
+    return Judgement(verdict, found, list(judgement.notes))
+
+
 def is_judgement_note(note: str) -> bool:
     """Whether a note of a record was written by a judgement."""
     return note.startswith(("inconclusive: ", "drift: "))
@@ -163,6 +190,10 @@ def is_judgement_note(note: str) -> bool:
 def _cost(finding: Finding) -> tuple[int, float]:
     """By severity, which follows from the cost, or from the risk where a finding has no share; then by share."""
     return SEVERITIES.index(finding.severity), finding.share or 0.0
+
+
+def _cost_when_tried(finding: Finding) -> tuple[bool, float, int]:
+    return finding.severity != "info", finding.share or 0.0, SEVERITIES.index(finding.severity)
 
 
 def _doubts(facts: Facts) -> list[str]:

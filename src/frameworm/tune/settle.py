@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.diagnose.cost import GAINS, SEVERITIES
-from frameworm.diagnose.rules import HEALTHY, Judgement
+from frameworm.diagnose.cost import GAINS
+from frameworm.diagnose.rules import EXPERIMENT, Judgement, with_findings
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.experiments import Interval
 
@@ -50,14 +50,7 @@ def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
         for code in SEEN_BY_EXPERIMENT
         if code in gains and code not in there and gains[code].speedup.low >= GAINS["warning"]
     ]
-    findings.sort(key=_cost, reverse=True)
-    worst = next((item for item in findings if item.severity != "info"), None)
-    verdict = judgement.verdict
-    if worst is not None:
-        verdict = worst.code
-    elif verdict in there:
-        verdict = HEALTHY
-    return Judgement(verdict, findings, list(judgement.notes))
+    return with_findings(judgement, findings)
 
 
 def severity_of_gain(gain: Interval) -> str:
@@ -102,7 +95,7 @@ def _shown(code: str, gain: Gain) -> Finding:
 
 
 def _evidence(gain: Gain) -> dict[str, Any]:
-    found = {"experiment": gain.experiment, "measured_speedup": gain.speedup.value, **(gain.figures or {})}
+    found = {EXPERIMENT: gain.experiment, "measured_speedup": gain.speedup.value, **(gain.figures or {})}
     if gain.cost is not None:
         found["speedup_without_it"] = gain.cost.value
     return found
@@ -110,7 +103,3 @@ def _evidence(gain: Gain) -> dict[str, Any]:
 
 def _expected(gain: Interval) -> ExpectedSpeedup:
     return ExpectedSpeedup(gain.value, gain.low, gain.high, "measured")
-
-
-def _cost(finding: Finding) -> tuple[bool, float, int]:
-    return finding.severity != "info", finding.share or 0.0, SEVERITIES.index(finding.severity)
