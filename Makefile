@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## create .venv with everything needed
 
-demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be made faster, which takes a minute or two
+demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be made faster, which takes two or three minutes
 	@$(BIN)/frameworm train --config configs/quickstart.yaml
 	@echo
 	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 3m --out "$$(mktemp -d)/tune"
