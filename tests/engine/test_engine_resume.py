@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -162,6 +163,39 @@ def test_sigterm_is_preemption(tmp_path: Path) -> None:
         _train(tmp_path / "run", stop_after=5, number=signal.SIGTERM)
     assert caught.value.exit_code == 75
     assert caught.value.record.status == "preempted"  # type: ignore[attr-defined]
+
+
+class Failing(Listener):
+    def on_step(self, step: StepRecord) -> None:
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_sigterm_while_results_are_written_takes_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def render_while_stopped(*given: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)  # what a launcher sends to the other ranks when one has failed
+        time.sleep(0.01)
+        return "rendered"
+
+    def on_signal(*given: Any) -> None:
+        raise AssertionError("the signal got through")
+
+    monkeypatch.setattr("frameworm.engine.folder.render_text", render_while_stopped)
+    monkeypatch.setattr("frameworm.engine.folder.render_html", render_while_stopped)
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        model, callbacks = _model(), [Failing()] if fails else []
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        trainer = Trainer(model, optimizer, callbacks=callbacks, run_dir=tmp_path / "run", device="cpu")
+        with pytest.raises(ValueError, match="planted") if fails else contextlib.nullcontext():
+            trainer.train(_loader("ours", 8), None, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert written["status"] == ("failed" if fails else "completed")
+    assert (tmp_path / "run" / "report.html").read_text() == "rendered"
 
 
 def test_a_corrupt_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

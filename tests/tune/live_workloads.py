@@ -21,7 +21,7 @@ _PAUSES = {"half": 0.1, "freeze": 0.5, "good": 0.5}
 
 
 class Classifier(nn.Module):
-    """Two layers, a pause per sample, and a trick."""
+    """Two layers, a pause per sample of a training step, and a trick."""
 
     def __init__(self, trick: str, pause_s: float) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Classifier(nn.Module):
             torch.empty(2**36, dtype=torch.uint8)
         if trick == "die":
             os._exit(7)
-        time.sleep(self._pause_s * len(inputs) * _PAUSES.get(trick, 1.0))
+        if self.training:
+            time.sleep(self._pause_s * len(inputs) * _PAUSES.get(trick, 1.0))
         scores: Tensor = self.second(torch.tanh(self.first(inputs)))
         return scores
 

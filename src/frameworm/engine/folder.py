@@ -127,8 +127,9 @@ class RunOutput:
             return
         try:
             self.folder.write_epochs(record.epochs)
-            self.folder.write_report(render_html(record, series, config_text, samples_of(self.folder)))
+            # First what the other is drawn from: a launcher that stops the rest of a failed run does not wait for ever.
             self.folder.write_summary(record, render_text(record))
+            self.folder.write_report(render_html(record, series, config_text, samples_of(self.folder)))
         except RunFolderError as error:
             record.notes.append(str(error))
             log.warning("%s", error)

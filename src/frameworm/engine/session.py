@@ -206,7 +206,8 @@ class TrainingSession:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
-        with not_world_writable(), self._watchdog:
+        # Signals are caught to the end: whoever stops a run that is writing its results down must not take them from it.
+        with not_world_writable(), self._watchdog, self._request:
             return self._run()
 
     def _run(self) -> RunRecord:
@@ -220,7 +221,7 @@ class TrainingSession:
         output.write_config(dump_config(self._job.config))
         status = "failed"
         try:
-            with self._request, self._guard, self._explainer():
+            with self._guard, self._explainer():
                 self._sampler.start()
                 every, total = self._job.config.checkpoint.every_steps, self.total_steps
                 if self._store is not None and every is not None and (total is None or every < total):
@@ -233,8 +234,7 @@ class TrainingSession:
                     if self._job.strategy.keeps_own_copy:
                         self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all
         except KeyboardInterrupt:
-            status = "interrupted"
-            self._finish(status, whole=False)
+            self._finish("interrupted", whole=False)
             raise
         except BaseException as error:
             self._notes.append(f"failed in step {self._state.progress.step + 1}: {type(error).__name__}: {error}")
