@@ -96,6 +96,30 @@ def test_nobody_is_ended_while_steps_go_on() -> None:
     assert not ended
 
 
+def test_a_process_that_stood_still_itself_holds_it_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    now = 100.0
+    monkeypatch.setattr("frameworm.launch.watchdog.time.monotonic", lambda: now)
+    dog = Watchdog(HashStore(), 0, 2, 20.0, lambda: 1, lambda frame: "testing", lambda *told: ended.append(told))
+    interval_s = dog._interval_s
+    looks = iter([interval_s, 600.0, *[interval_s] * 12, 12.0, 12.0])  # suspended for ten minutes, then as usual
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        passed_s = next(looks, None)
+        now += passed_s or 0.0
+        return bool(ended) or passed_s is None
+
+    monkeypatch.setattr(dog._over, "wait", wait)
+    dog._heard_at = dog._moved_at = dict.fromkeys((0, 1), now)
+    dog._take(1, Beat(1, 1, "backward", "model.py:3 forward", 5, True))
+    dog._judge()
+    assert not ended
+    looks = iter([interval_s] * 40)
+    dog._judge()
+    assert "rank 1 did not arrive (silent for 2" in str(ended[0][0])
+
+
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
     """Start the two ranks of the script, each in a process of its own."""

@@ -109,6 +109,13 @@ def process_group(
         return
     try:
         yield _join(info or detect(), backend, timeout_s)
+    except Exception as error:
+        # Before the connections close: others fail of that at once, and whoever stops this process must find the cause.
+        from frameworm.launch.failures import report_error  # late: it brings torch's launcher along
+
+        report_error(error)
+        cleanup(aborting=True)
+        raise
     except BaseException:
         cleanup(aborting=True)
         raise

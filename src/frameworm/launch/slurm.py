@@ -200,6 +200,16 @@ def _command(job: SlurmJob) -> str:
 _SETUP = """\
 set -euo pipefail
 
+step=""
+told=0
+# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
+stop() {
+  told=1
+  echo "$(date '+%F %T') the job's time is almost over: saving"
+  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
+}
+trap stop USR1
+
 # One run folder per job: after a requeue the job has the same number and goes on there.
 run="runs/@NAME@-$SLURM_JOB_ID"
 logs="logs/@NAME@-$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}"
@@ -239,16 +249,6 @@ export MASTER_PORT="$port"
 """
 
 _RUN = """\
-step=""
-told=0
-# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
-stop() {
-  told=1
-  echo "$(date '+%F %T') the job's time is almost over: saving"
-  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
-}
-trap stop USR1
-
 echo "$(date '+%F %T') job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 echo "run folder $run, logs $logs"
 @COMMAND@ &

@@ -43,7 +43,7 @@ def launch_workers(
     max_restarts: int = 0,
     join_timeout_s: float = 900.0,
     stop_grace_s: float = 30.0,
-    failure_grace_s: float = 8.0,
+    failure_grace_s: float = 20.0,
 ) -> int:
     """Start this node's workers, wait for them, and say what went wrong.
 

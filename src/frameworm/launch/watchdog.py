@@ -186,11 +186,12 @@ class Watchdog:
 
     def _judge(self) -> None:
         first_step = self._step()
-        number = 0
+        number, looked_at = 0, time.monotonic()
         while not self._over.wait(self._interval_s):
             number += 1
+            self._forgive(time.monotonic() - looked_at - self._interval_s)
             self._look(number)
-            now = time.monotonic()
+            now = looked_at = time.monotonic()
             heard: dict[int, Heard | None] = dict.fromkeys(self._ranks)
             for rank, beat in list(self._beats.items()):
                 heard[rank] = Heard(beat, now - self._heard_at[rank], now - self._moved_at[rank])
@@ -202,6 +203,15 @@ class Watchdog:
             if missing is not None and not self._over.is_set():
                 self._over.set()
                 self._tell(missing, heard, limit_s)
+
+    def _forgive(self, away_s: float) -> None:
+        """Hold against nobody what happened while this process stood still itself: suspended, or held up."""
+        if away_s <= self._interval_s:
+            return
+        now = time.monotonic()
+        for times in (self._heard_at, self._moved_at):
+            for rank, moment in times.items():
+                times[rank] = min(now, moment + away_s)
 
     def _tell(self, missing: dict[int, str], heard: Mapping[int, Heard | None], limit_s: float) -> None:
         if missing:
