@@ -145,7 +145,7 @@ def interleave(
             tell(f"out of time after {number - 1} of {rounds} rounds")
             break
         tell(f"round {number} of {rounds}" if number else "warm-up round")
-        shift = number % len(names)
+        shift = number % max(1, len(names))
         for name in names[shift:] + names[:shift]:
             if failures is not None and name in failures:
                 continue

@@ -42,17 +42,19 @@ class ConvolutionalNetwork(nn.Module):
 
 
 def cnn(config: Config) -> Workload:
-    """A CNN on random images; `model.width`, `model.size` and `model.samples` give its size."""
+    """A CNN on random images with a tint for each class; `model.width`, `.size` and `.samples` give its size."""
     given = config.model.model_extra or {}
     size, samples = int(given.get("size", 64)), int(given.get("samples", 8192))
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(samples, 3, size, size, generator=generator)
     labels = torch.randint(CLASSES, (samples,), generator=generator)
+    # Something to learn: where a loss cannot fall, no curve tells whether learning is as it was.
+    images += torch.randn(CLASSES, 3, 1, 1, generator=generator)[labels]
     return Workload(ConvolutionalNetwork(int(given.get("width", 64))), TensorDataset(images, labels))
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Random words of random length, padded to the longest as tokenizers do."""
+    """Random words of random length, the first of which tells the class, padded to the longest as tokenizers do."""
 
     def __init__(self, samples: int, length: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -60,6 +62,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
         lengths = torch.randint(length // 8, length + 1, (samples, 1), generator=generator)
         self.mask = (torch.arange(length) < lengths).long()
         self.labels = torch.randint(2, (samples,), generator=generator)
+        self.words[:, 0] = 10 + self.labels  # something to learn, as above
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,6 +109,7 @@ def plain_loop(gate: Gate, path: str, overrides: tuple[str, ...]) -> dict[str, A
         drop_last=True,
         num_workers=2 if device.type == "cuda" else 0,
         pin_memory=device.type == "cuda",
+        persistent_workers=device.type == "cuda",
     )
     loss: Tensor | None = None
     while gate.open:

@@ -223,6 +223,7 @@ def shipped(session: Session) -> list[list[str]]:
         try:
             tuned = session.tune(plain, (*overrides, long_run), session.arguments.budget, name)
             best = tuned.pop("best")
+            session.write(name, {"tune": tuned})  # the race takes minutes, which there may not be
             race = session.race(
                 {
                     "start": (train_config, str(plain), tuple(overrides)),
@@ -267,6 +268,7 @@ def own(session: Session) -> list[list[str]]:
         try:
             tuned = session.tune(path, (), session.arguments.budget, name)
             best = tuned.pop("best")
+            session.write(f"own-{name}", {"tune": tuned})
             race = session.race(
                 {
                     "loop": (own_models.plain_loop, str(path), ()),

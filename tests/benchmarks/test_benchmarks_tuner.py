@@ -70,3 +70,10 @@ def test_the_convolutional_model_learns_from_its_images(tuner: ModuleType) -> No
     logits = workload.model(torch.stack(images))
     assert logits.shape == (4, tuner.own_models.CLASSES)
     assert all(0 <= int(label) < tuner.own_models.CLASSES for label in labels)
+
+
+def test_its_sentences_tell_their_class(tuner: ModuleType) -> None:
+    data = tuner.own_models.Sentences(16, 8, 100)
+    samples = [data[index] for index in range(len(data))]
+    assert len({int(sample["labels"]) for sample in samples}) == 2
+    assert all(sample["input_ids"][0] == 10 + sample["labels"] for sample in samples)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from small_training import exact, to_bf16, train
@@ -276,6 +277,30 @@ def test_a_parameter_that_rounding_alone_moves_may_move_otherwise() -> None:
     assert verdict_of(steady).verdict == "rejected"
     fickle = Evidence(baseline, candidate, [Learning(pushed.steps, still)], unit)
     assert verdict_of(fickle).verdict == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (1e-5, 2e-2, "accepted"),  # shares of the median update: another precision moves it, but not as others are
+        (1e-5, 1.5, "rejected"),
+        (1e-5, 0.0, "rejected"),
+        (1e-2, 0.5, "rejected"),
+        (0.5, 1e-5, "rejected"),
+    ],
+)
+def test_a_parameter_without_a_gradient_may_be_moved_by_a_coarser_rounding(
+    before: float, after: float, verdict: str
+) -> None:
+    side = train()
+    assert side.updates is not None
+    usual = median(side.updates.values())
+    baseline, candidate = (
+        Learning(side.steps, {**side.updates, "key_bias": share * usual}) for share in (before, after)
+    )
+    unit = ROUNDING_UNITS["bf16"]
+    references = [Learning(train(push=unit).steps, baseline.updates)]
+    assert verdict_of(Evidence(baseline, candidate, references, unit)).verdict == verdict
 
 
 def test_noise_of_steps_ignores_the_trend() -> None:

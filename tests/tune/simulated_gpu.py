@@ -22,6 +22,7 @@ from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import all_knobs
 from frameworm.tune.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.patience import Patience
 from frameworm.tune.result import TuneResult
 from frameworm.tune.search import Search, search_name
 
@@ -40,7 +41,7 @@ def step_s(config: Config) -> float | None:
         return 6e-3 if compiled else 8.6e-3
     if not packed:
         return None if compiled else 0.74e-3
-    resident = config.data.resident is True
+    resident = config.data.resident is not False  # by auto, too
     if not compiled:
         return 0.95e-3 if resident else 1.0e-3
     # Putting kernels together gains the same share with and without resident data.
@@ -152,13 +153,16 @@ class GptGpu(Gpu):
         super().__init__(seed=seed)
         self._cheats = cheats
         self._slower = slower
+        self._patience = Patience(300.0)
         self.proved: list[ProofRequest] = []
 
     def run_trial(self, request: TrialRequest) -> TrialResult:
         config = request.config
         self.made.append(f"trial {request.label}")
-        if not self._has_time(14.0 + (36.0 if config.gpu.compile_model else 0.0), request.timeout_s):
+        needs_s = self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))
+        if not self._has_time(needs_s, self._patience.for_trial(config, request.timeout_s).seconds):
             return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
+        self._patience.learn(config, needs_s)
         windows: list[float] = []
         for _ in range(5):
             windows.append(self._window(config))
@@ -169,7 +173,8 @@ class GptGpu(Gpu):
 
     def prove(self, request: ProofRequest) -> ProofResult:
         self.made.append(f"proof {request.label}")
-        if not self._has_time(55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0), request.timeout_s):
+        needs_s = self._slower * (55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0))
+        if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
             return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)
         windows = []
@@ -185,11 +190,9 @@ class GptGpu(Gpu):
         )
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
 
-    def _has_time(self, needs_s: float, timeout_s: float | None) -> bool:
-        needs_s *= self._slower
-        has_s = needs_s if timeout_s is None else min(needs_s, timeout_s)
-        self.now_s += has_s
-        return has_s == needs_s
+    def _has_time(self, needs_s: float, limit_s: float) -> bool:
+        self.now_s += min(needs_s, limit_s)
+        return needs_s <= limit_s
 
     def _window(self, config: Config) -> float:
         return gpt_sample_s(config) * math.exp(self._draw.gauss(0, 0.003))
@@ -205,12 +208,13 @@ def gpt_sample_s(config: Config) -> float:
     stream = 0.96 if model["residual"] == "half" else 1.0
     loss = 1.1 if model["fused_loss"] is False else 1.0
     graph = 0.996 if config.gpu.capture == "step" else 1.0
-    return 2.45e-3 * passes * compiled * stream * loss * graph
+    numbers = 2.2 if config.gpu.mixed_precision == "off" else 1.0
+    return 2.45e-3 * passes * compiled * stream * loss * graph * numbers
 
 
-def tune_gpt_on(gpu: GptGpu, *, budget_s: float = 480.0, folder: Path | None = None) -> TuneResult:
-    """The search with all knobs from the plain config of GPT-2."""
-    config = load_config(CONFIGS / "gpt2_124m.yaml", ["training.epochs=10000", "gpu.device=cuda"])
+def tune_gpt_on(gpu: GptGpu, *more: str, budget_s: float = 480.0, folder: Path | None = None) -> TuneResult:
+    """The search with all knobs from the plain config of GPT-2, with more settings."""
+    config = load_config(CONFIGS / "gpt2_124m.yaml", ["training.epochs=10000", "gpu.device=cuda", *more])
     machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
     workload = WorkloadFacts(assembles_batches=True, resident_bytes=100 * 2**20, samples_per_epoch=90_000)
     return _search(gpu, Context(config, machine, workload, planner=_too_large), budget_s, folder)

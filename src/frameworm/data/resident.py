@@ -23,10 +23,14 @@ def resident_bytes(packing: Packing) -> int:
 
 def fits_device(packing: Packing, device: torch.device) -> bool:
     """Whether the samples are small beside the memory of a GPU."""
-    size = resident_bytes(packing)
-    if device.type != "cuda" or size >= MOST_BYTES:
+    if device.type != "cuda":
         return False
-    return size < MOST_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return fits_memory(resident_bytes(packing), torch.cuda.get_device_properties(device).total_memory)
+
+
+def fits_memory(size_bytes: int, memory_bytes: int) -> bool:
+    """Whether so much is small beside the memory of a GPU."""
+    return size_bytes < MOST_BYTES and size_bytes < MOST_SHARE * memory_bytes
 
 
 class ResidentTexts:

@@ -206,7 +206,7 @@ class TrainingSession:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
-        # Signals are caught to the end: whoever stops a run that is writing its results down must not take them from it.
+        # Signals are caught to the end: who stops a run that is writing its results down must not take them from it.
         with not_world_writable(), self._watchdog, self._request:
             return self._run()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from frameworm.guard.drift import check_losses
@@ -19,6 +20,8 @@ MINIMUM_GAIN = 0.01
 _UPDATE_RATIO = 1.25
 # Other samples in each step move parameters otherwise; how well they learn is for the check of quality to say.
 _OTHER_UPDATE_RATIO = 2.0
+# A parameter that moved by less than this share of what the median one did has no gradient to speak of.
+_HARDLY_MOVED = 1e-3
 
 
 class StepEvidence(NamedTuple):
@@ -251,7 +254,8 @@ def _parameters(evidence: Evidence, most: float) -> Check:
     if set(before) != set(after):
         named = sorted(set(before) ^ set(after))
         return Check("parameters", False, f"only one side has {named[0]}{_and_more(len(named) - 1)}")
-    far = [name for name in before if not _alike(name, before[name], after[name], evidence.references, most)]
+    usual = median(before.values()) if before else 0.0
+    far = [name for name in before if not _alike(name, before[name], after[name], evidence.references, most, usual)]
     if not far:
         return Check("parameters", True, f"the same {len(before)} were updated")
     name = far[0]
@@ -259,11 +263,16 @@ def _parameters(evidence: Evidence, most: float) -> Check:
     return Check("parameters", False, f"{name} {what}{_and_more(len(far) - 1)}")
 
 
-def _alike(name: str, before: float, after: float, references: Sequence[Learning], most: float) -> bool:
+def _alike(
+    name: str, before: float, after: float, references: Sequence[Learning], most: float, usual_norm: float
+) -> bool:
     """Whether no update is more than `most` times the other, or they are as unlike as after a push by rounding.
 
-    A parameter without a gradient of its own, such as the bias of attention's keys, is moved by rounding alone.
+    A parameter without a gradient of its own, such as the bias of attention's keys, is moved by rounding alone: in
+    another precision by many times as much, which is still not more than others are moved.
     """
+    if 0 < before <= _HARDLY_MOVED * usual_norm and 0 < after <= usual_norm:
+        return True
     usual = [_times(before, item.updates[name]) for item in references if item.updates and name in item.updates]
     return _times(before, after) <= max(most, *(1 + 2 * (item - 1) for item in usual), 0.0)
 

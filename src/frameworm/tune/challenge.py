@@ -13,7 +13,7 @@ from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
-from frameworm.tune.outcomes import ProofResult, TrialResult
+from frameworm.tune.outcomes import ProofResult, TrialResult, rounding_unit
 from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, TuneResult
 
 # A first window this many times as slow as the best ends a trial.
@@ -126,16 +126,19 @@ class Challenge:
     def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
         """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
         time_s, proof_s = self.ledger.budget.time_s, self.ledger.proof_s(attempt.trial)
-        if time_s is None or candidate.mathematics == "more":
+        if time_s is None or candidate.mathematics == "more" or self._is_coarser(candidate):
             return False
         return proof_s > MOST_FOR_PROOF * time_s or not self.ledger.has_room(proof_s, 1)
 
+    def _is_coarser(self, candidate: Candidate) -> bool:
+        """Whether it computes in another precision: were that wrong, all that is built on it would be lost with it."""
+        after = self.context.having(apply_changes(self.context.config, candidate.changes))
+        return rounding_unit(after.resolved) > rounding_unit(self.context.resolved)
+
     def _take_for_now(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> bool | None:
         """Keep a candidate whose trial is faster beyond doubt; None: there is doubt, and much to gain."""
-        windows: list[Window] = []
-        for before_s, after_s in zip(self.best.seconds_per_sample, trial.seconds_per_sample):
-            windows += [Window("before", before_s), Window("after", after_s)]
-        gain = speedup_of(windows)
+        pairs = zip(self.best.seconds_per_sample, trial.seconds_per_sample)
+        gain = speedup_of([item for one, other in pairs for item in (Window("before", one), Window("after", other))])
         # Trials lie minutes apart, in which a machine may change by a little.
         if gain is None or gain.low <= 1 + self._minimum_gain:
             if gain is None or gain.value >= 1 + _WORTH_PROOF:
@@ -314,6 +317,11 @@ class Challenge:
         """Whether the knob, alone, cannot be done here as things stand."""
         found = [item.failure for item in self.result.attempts if item.knob == knob.name]
         return bool(found) and found[-1] in ("capture_refused", "hang", "not_applicable")
+
+    def cannot_tell(self, knob: Knob) -> bool:
+        """Whether its gain was proved and its learning left open, as it would be once more."""
+        open_ones = [item for item in self.result.attempts if item.knob == knob.name and item.status == "inconclusive"]
+        return any(item.proof is not None and item.proof.checks[0].passed for item in open_ones)
 
     def has_failed(self, knob: Knob) -> bool:
         """Whether a trial or proof of the knob, alone, gave no figure."""

@@ -43,6 +43,7 @@ class WorkloadFacts:
     parameter_bytes: int | None = None
     has_validation: bool = False
     validation_samples: int | None = None
+    automatic_workers: int | None = None  # loader processes where the config leaves them open
 
 
 @dataclass(frozen=True)

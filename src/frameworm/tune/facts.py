@@ -12,6 +12,7 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.packed import packable, packing_of
 from frameworm.data.resident import resident_bytes
+from frameworm.data.workers import automatic_workers
 from frameworm.engine.activations import find_layers
 from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
@@ -21,7 +22,6 @@ from frameworm.hardware.host import memory_total_bytes, usable_cpus
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.tune.batch_data import sample_count
 from frameworm.tune.context import Context, MachineFacts, Planner, WorkloadFacts
-from frameworm.tune.outcomes import digest_of
 
 log = logging.getLogger("frameworm")
 
@@ -42,7 +42,7 @@ def look_around(config: Config, world_size: int = 1) -> Context:
     workload = build_workload(resolved, TokenisingNotice())
     machine = machine_facts(config)
     planner = make_planner(config, machine, world_size)
-    return Context(config, machine, workload_facts(resolved, workload), world_size, planner)
+    return Context(config, machine, workload_facts(resolved, workload, world_size), world_size, planner)
 
 
 def machine_facts(config: Config) -> MachineFacts:
@@ -66,8 +66,8 @@ def _processor_has_bf16() -> bool:
     return not _BF16_FLAGS.isdisjoint(words)
 
 
-def workload_facts(config: Config, workload: Workload) -> WorkloadFacts:
-    """What the workload of a resolved config can do."""
+def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> WorkloadFacts:
+    """What the workload of a resolved config can do, with so many processes on this machine."""
     model, data = workload.model, workload.train_data
     packs = packable(data)
     return WorkloadFacts(
@@ -81,6 +81,7 @@ def workload_facts(config: Config, workload: Workload) -> WorkloadFacts:
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
+        automatic_workers=automatic_workers(data, world_size),
     )
 
 
@@ -108,16 +109,19 @@ def make_planner(start: Config, machine: MachineFacts, world_size: int) -> Plann
     if machine.device != "cuda" or room_bytes is None:
         return None
     first = resolve_here(start, world_size)
-    known: dict[str, str | None] = {}
+    known: dict[tuple[Any, ...], str | None] = {}
 
     def plan(config: Config) -> str | None:
         resolved = resolve_here(config, world_size)
         if _micro_batch(resolved) <= _micro_batch(first) and _keeps(resolved) <= _keeps(first):
             return None
-        name = digest_of(config)
-        if name not in known:
-            known[name] = _too_large(config, world_size, room_bytes)
-        return known[name]
+        kind = (
+            *(_micro_batch(resolved), _keeps(resolved), resolved.data.batching, resolved.gpu.mixed_precision),
+            *(resolved.parallel.strategy, resolved.gpu.use_flash_attention, resolved.model.model_dump_json()),
+        )
+        if kind not in known:
+            known[kind] = _too_large(config, world_size, room_bytes)
+        return known[kind]
 
     return plan
 

@@ -72,6 +72,7 @@ class Knob:
         partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one
             of them was accepted.
         reference: See `Candidate`.
+        present: The present value where the config leaves it open; None where nobody knows.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Knob:
     ordered: bool = False
     partners: tuple[str, ...] = ()
     reference: Changes = field(default_factory=dict)
+    present: Callable[[Context], float | None] | None = None
 
     def why_not(self, context: Context) -> str | None:
         """Why the knob means nothing here; None: it may be turned."""
@@ -117,6 +119,8 @@ class Knob:
 
     def position_of(self, context: Context) -> float | None:
         """Where the present value lies on the knob's scale."""
+        if self.present is not None:
+            return self.present(context)
         value = setting_of(context.resolved, self.keys[0])
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 

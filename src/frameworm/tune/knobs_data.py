@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from frameworm.data.resident import fits_memory
 from frameworm.guard.proof import Mathematics
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Knob
@@ -39,6 +40,8 @@ def _resident_applies(context: Context) -> bool | str:
     if context.config.data.batching != "packed":
         return "only packed batches are put together on the GPU"
     size, memory = context.workload.resident_bytes, context.machine.memory_bytes
+    if context.config.data.resident == "auto" and size is not None and memory is not None and fits_memory(size, memory):
+        return "already so by auto"
     if size is not None and memory is not None and size > _RESIDENT_SHARE * memory:
         return f"the data set would take {size / memory:.0%} of the GPU's memory"
     return True
@@ -50,8 +53,15 @@ def _workers(context: Context) -> list[int]:
     while count <= min(most, 16):
         found.append(count)
         count *= 2
-    present = context.config.data.num_workers
+    present = _present_workers(context)
     return [count for count in found if count != present]
+
+
+def _present_workers(context: Context) -> float | None:
+    chosen = context.config.data.num_workers
+    if chosen == "auto":
+        return context.workload.automatic_workers
+    return chosen if isinstance(chosen, int) else None
 
 
 def _workers_apply(context: Context) -> bool | str:
@@ -76,6 +86,12 @@ def _threads(context: Context) -> list[int]:
     now = present if isinstance(present, int) else context.machine.torch_threads or cores
     wanted = {1, max(1, cores // 2), max(1, cores - 1), cores, max(1, now // 2)}
     return sorted(count for count in wanted if count != now)
+
+
+def _threads_gain(context: Context) -> float:
+    if not context.on_gpu:
+        return 0.1
+    return 0.0 if context.resolved.gpu.capture != "off" else 0.02  # a graph is launched by one thread
 
 
 def _threads_codes(context: Context) -> tuple[str, ...]:
@@ -123,6 +139,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         ("input_bound", "cpu_oversubscribed"),
         expected_gain=0.03,
         ordered=True,
+        present=_present_workers,
     ),
     Knob(
         "pinning",
@@ -152,7 +169,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         _threads,
         mathematics="rounding",
         suggested_by=_threads_codes,
-        expected_gain=lambda context: 0.02 if context.on_gpu else 0.1,
+        expected_gain=_threads_gain,
         ordered=True,
     ),
     Knob(

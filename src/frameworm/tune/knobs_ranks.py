@@ -45,7 +45,7 @@ def _micro_batch_codes(context: Context) -> tuple[str, ...]:
 def _micro_batch_gain(context: Context) -> float:
     if not context.on_gpu:
         return 0.05  # caches may be glad of less
-    return 0.1 if _may_be_larger(context) else 0.01
+    return 0.1 if _may_be_larger(context) else 0.0
 
 
 def _checkpointing(context: Context) -> list[str]:

@@ -79,7 +79,9 @@ class Ledger:
         self._clock = clock
         self.spent_s = 0.0
         self._walls: dict[str, list[float]] = {"trial": [], "proof": [], "check": []}
-        self._fine_s: dict[str, float] = {}  # of trials that ended well, by name
+        self._fine_s: dict[str, float] = {}  # of trials that went to their end, by name
+        self._proofs_s: list[float] = []  # of proofs that gave a result
+        self._times_trials: list[float] = []  # how many times what the trials of both sides took
         self._seen: dict[tuple[str, str], TrialResult | ProofResult | LongerResult] = {}
 
     @property
@@ -104,7 +106,7 @@ class Ledger:
         if wall_s is None:
             return self.usual_s("proof")
         quickest_s = min(self._fine_s.values())
-        return min(self._walls["proof"], default=_TRIALS_IN_PROOF * quickest_s) + wall_s - quickest_s
+        return min(self._proofs_s, default=_TRIALS_IN_PROOF * quickest_s) + wall_s - quickest_s
 
     def trial(
         self,
@@ -168,12 +170,18 @@ class Ledger:
                 change.label,
                 timeout_s,
                 last,
+                self.proof_s(digest_of(candidate)),
             )
             return self._prove(request)
 
         # The last one makes do with what is left, if it is not far too little.
         needs_s = self.usual_s("proof") / 2 if last else None
-        return self._once("proof", name, change.label, make, ProofResult, reserve, needs_s)
+        known = len(self._proofs_s)
+        result = self._once("proof", name, change.label, make, ProofResult, reserve, needs_s)
+        sides_s = [self._fine_s[side] for side in map(digest_of, (baseline, candidate)) if side in self._fine_s]
+        if len(self._proofs_s) > known and len(sides_s) == 2:
+            self._times_trials.append(self._proofs_s[-1] / max(sum(sides_s), 1e-9))
+        return result
 
     def longer_check(
         self,
@@ -237,8 +245,10 @@ class Ledger:
         self.spent_s += wall_s
         # A search that goes on must find the same budget spent as the one that was killed did.
         self._walls[kind].append(wall_s)
-        if kind == "trial" and result.failure is None:
+        if isinstance(result, TrialResult) and result.failure is None and not result.stopped_early:
             self._fine_s[name] = wall_s
+        if isinstance(result, ProofResult) and result.failure is None:
+            self._proofs_s.append(wall_s)
         self._seen[kind, name] = result
         return result
 
@@ -258,9 +268,16 @@ class Ledger:
         return time_s - self.spent_s - reserve * self._long_proof_s()
 
     def _long_proof_s(self) -> float:
-        """What a proof may take: as the longest lately, or one of what is slow to start lately."""
+        """What a proof may take: as the longest lately, one of what is slow to start lately, or that of the whole.
+
+        There the config as it was takes part, which may be the slowest.
+        """
         lately = list(self._fine_s)[-_LATELY:]
-        return max([0.0, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
+        whole_s = 0.0
+        if lately:
+            times = max(self._times_trials[-_LATELY:], default=_TRIALS_IN_PROOF / 2)
+            whole_s = times * (next(iter(self._fine_s.values())) + self._fine_s[lately[-1]])
+        return max([whole_s, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]

@@ -245,7 +245,7 @@ class _Losses(Listener):
 
 def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any]:
     """Train for some steps from the config's weights, or such that were moved a little; what went in and came out."""
-    config = resolve_here(_quiet(job.config, {"early_stop": None}), job.world_size)
+    config = resolve_here(_quiet(job.config, {"early_stop": None, **_soon(job.config, steps)}), job.world_size)
     workload = replace(build_workload(config), val_data=None)
     if unit:
         _move(workload.model, unit, number)
@@ -258,6 +258,15 @@ def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any
         {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
     )
     return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
+
+
+def _soon(config: Config, steps: int) -> dict[str, Any]:
+    """As long a run that the rate has climbed to its peak halfway: at the foot of a long climb nothing is learned."""
+    training = config.training
+    if not training.warmup or training.schedule == "onecycle":  # which begins high enough
+        return {}
+    most = max(steps, math.ceil(steps / 2 / training.warmup))
+    return {"max_steps": most if training.max_steps is None else min(most, training.max_steps)}
 
 
 class _SampleGate(Gate):

@@ -120,6 +120,7 @@ class ProofRequest:
         label: What is proved, for people.
         timeout_s: Seconds it may take; None: the runner's own limit.
         last: It may take all of them: nothing comes after it.
+        expected_s: What it should take; 0: nobody knows.
     """
 
     id: str
@@ -133,6 +134,7 @@ class ProofRequest:
     label: str
     timeout_s: float | None = None
     last: bool = False
+    expected_s: float = 0.0
 
 
 @dataclass(frozen=True)

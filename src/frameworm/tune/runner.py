@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -29,6 +28,7 @@ from frameworm.tune.outcomes import (
     TrialRequest,
     TrialResult,
 )
+from frameworm.tune.patience import Patience, prepares
 from frameworm.tune.short_steps import ShortSteps
 from frameworm.tune.windows import go_beside, measure, take_turns, warm_up, window_of
 
@@ -36,14 +36,6 @@ _NOT_CAPTURED = "the step was not captured"
 # The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
 _SLOW_START = 3.0
 _FIRST_LOOKS = 3
-# No trial takes more than this share of what is left of a budget, unless that is less than a trial needs.
-_MOST_OF_BUDGET = 0.25
-_LEAST_S = 30.0
-# But it may always take so many times what one of its kind took before: what compiles, or what does not.
-_TIMES_LONGEST = 2.0
-# Nor more than so many times what one took before, where it has nothing to compile.
-_MOST_TIMES = 5.0
-_LEAST_TIMES_S = 15.0
 # The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
 _START_S = 1.0
 _MARGIN = 1.3
@@ -74,24 +66,31 @@ class TrialRunner:
         self._effort = effort or Effort()
         self._limit_bytes = limit_bytes
         self._short_steps = short_steps
-        self._usual_s: float | None = None
-        self._longest_s = {False: 0.0, True: 0.0}  # of trials, by whether they compile or capture
+        self._patience = Patience(self._effort.limit_s)
+        self._start_s = _START_S
         self._compiled = self._folder / "compiled"
 
-    def forget_compiled(self) -> None:
-        """Remove what the compiler made: after a trial that was killed at it, and at the end."""
-        shutil.rmtree(self._compiled, ignore_errors=True)
+    def forget_compiled(self, since: float | None = None) -> None:
+        """Remove what the compiler made: at the end, and what it was at when a trial was killed.
+
+        Args:
+            since: Only what it made since then, by `time.time`.
+        """
+        if since is None:
+            shutil.rmtree(self._compiled, ignore_errors=True)
+            return
+        for path in self._compiled.rglob("*"):
+            with suppress(OSError):
+                if path.is_file() and path.stat().st_mtime >= since:
+                    path.unlink()
 
     def run_trial(self, request: TrialRequest) -> TrialResult:
         """Measure one config alone."""
         folder = self._folder / "trials" / request.id
         details: dict[str, Any] = {"log": str(folder)}
-        began = time.monotonic()
-        prepares = _prepares(request.config)
-        deadline, by_budget = self._deadline(request.timeout_s, 1, _TIMES_LONGEST * self._longest_s[prepares])
-        if self._usual_s is not None and not prepares:
-            usual = began + max(_LEAST_TIMES_S, _MOST_TIMES * self._usual_s)
-            deadline, by_budget = min((deadline, by_budget), (usual, False))
+        began, since = time.monotonic(), time.time()
+        limit_s, by_budget = self._patience.for_trial(request.config, request.timeout_s)
+        deadline = began + limit_s
         windows: list[float] = []
         stopped_early = False
         try:
@@ -110,12 +109,9 @@ class TrialRunner:
                         break
                 told = live.finish()[0]
         except LiveError as error:
-            self.forget_compiled()
+            self.forget_compiled(since)
             return TrialResult(failure=_told(error.failure, by_budget), details=details)
-        took_s = time.monotonic() - began
-        self._longest_s[prepares] = max(self._longest_s[prepares], took_s)
-        if self._usual_s is None:
-            self._usual_s = took_s
+        self._patience.learn(request.config, time.monotonic() - began)
         # What its start took beyond its steps, as they were once it was warm.
         step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
@@ -140,8 +136,9 @@ class TrialRunner:
         """Measure two configs in turns, and compare what they learn if that is worth while."""
         folder = self._folder / "proofs" / request.id
         details: dict[str, Any] = {"log": str(folder)}
-        least_s = request.timeout_s if request.last and request.timeout_s is not None else 0.0
-        deadline, by_budget = self._deadline(request.timeout_s, 2, least_s)
+        since = time.time()
+        limit_s, by_budget = self._patience.for_proof(request)
+        deadline = time.monotonic() + limit_s
         try:
             cut = self._cut(
                 folder,
@@ -163,7 +160,7 @@ class TrialRunner:
             else:  # what was learned was not asked for
                 proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
         except LiveError as error:
-            self.forget_compiled()
+            self.forget_compiled(since)
             return ProofResult(failure=_told(error.failure, by_budget), details=details)
         return ProofResult(proof, details=details)
 
@@ -174,10 +171,11 @@ class TrialRunner:
         def start(config: Config, side: str, seeds: tuple[int, ...], deadline: float) -> Live:
             return self._live(config, folder / side, deadline, request.steps, seeds=seeds)
 
+        since = time.time()
         # As in `_learn`: on a GPU both sides train at once.
         result = train_both(request, start, together=look_at_machine(request.baseline).device == "cuda")
         if result.failure is not None:
-            self.forget_compiled()
+            self.forget_compiled(since)
         return replace(result, details={"log": str(folder), **result.details})
 
     def _cut(self, folder: Path, deadline: float, *configs: Config) -> list[Config]:
@@ -201,8 +199,10 @@ class TrialRunner:
             self._live(request.baseline, folder / "before", deadline) as before,
             self._live(request.candidate, folder / "after", deadline) as after,
         ):
+            began = time.monotonic()
             before.stand()
             after.stand()
+            self._start_s = max(_START_S, time.monotonic() - began)
             sides = ((before, request.baseline), (after, request.candidate))
             return take_turns(sides, self._effort, deadline, self._learning_s)
 
@@ -213,7 +213,7 @@ class TrialRunner:
     def _learning_s(self, before_s: float, after_s: float) -> float:
         """What must be left of the time when the last window ends."""
         steps = self._learn_steps(max(before_s, after_s))
-        return 2 * _START_S + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
+        return 2 * self._start_s + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
         """Both sides from the same weights, with the same samples."""
@@ -261,22 +261,13 @@ class TrialRunner:
             seeds=seeds,
         )
 
-    def _deadline(self, timeout_s: float | None, parts: int, least_s: float) -> tuple[float, bool]:
-        """When it must be done, and whether it is the budget that says so."""
-        limit_s = parts * self._effort.limit_s
-        left_s = math.inf
-        if timeout_s is not None:
-            share_s = max(_LEAST_S, parts * _MOST_OF_BUDGET * timeout_s, least_s)
-            left_s = min(share_s, max(timeout_s, 1.0))
-        return time.monotonic() + min(limit_s, left_s), left_s < limit_s
-
     def _slow_start(self, live: Live, request: TrialRequest) -> float | None:
         """Seconds per sample of the quickest of a few first steps, where all are so slow that the trial may end."""
         figures = []
         for _ in range(_FIRST_LOOKS):
             stand = live.go(0, 1, watched=True)
             # It may compile or capture, or its shapes are new.
-            if _prepares(request.config) or not stand.notes[0].visits:
+            if prepares(request.config) or not stand.notes[0].visits:
                 return None
             assert stand.seconds is not None
             figures.append(stand.seconds / max(1, stand.samples))
@@ -290,8 +281,3 @@ def _told(failure: Failure, by_budget: bool) -> Failure:
     if failure.kind != "hang" or not by_budget:
         return failure
     return replace(failure, reason=f"{failure.reason}, and the budget leaves it no more")
-
-
-def _prepares(config: Config) -> bool:
-    """Whether its first steps do more than train."""
-    return config.gpu.compile_model or config.gpu.capture != "off"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
@@ -20,6 +20,7 @@ from frameworm.tune.longer import Longer
 from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, promise_of
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
+from frameworm.tune.skipped import list_skipped
 
 _ALL = "everything was tried"
 # Near break-even a change is worth a second trial once the config has changed around it.
@@ -103,7 +104,7 @@ class Search:
         except BudgetSpentError as spent:
             why = str(spent)
         self._challenge.prove_total()
-        self._list_skipped(why)
+        list_skipped(self._knobs.values(), self._challenge, self._tried, why)
         skipped = [item for item in self.result.attempts if item.status == "skipped" and item.why != "interaction"]
         unchecked = [item.label for item in skipped if WANTS_CHECK in item.reason]
         if unchecked and why == _ALL:
@@ -114,9 +115,10 @@ class Search:
 
     def _turn_all(self) -> None:
         while (following := self._next()) is not None:
-            knob = following[0]
-            if not self._turn(*following) and self._challenge.was_refused(knob):
-                self._turn_with_a_partner(knob)
+            knob, _, promise = following
+            asked_for = promise.by_verdict == 2
+            if not self._turn(*following) and (asked_for or self._challenge.was_refused(knob)):
+                self._turn_with_a_partner(knob, asked_for)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
         """The knob that promises most for its cost, of those not turned yet."""
@@ -190,13 +192,21 @@ class Search:
                     accepted = True
                     break
 
-    def _turn_with_a_partner(self, knob: Knob) -> None:
-        """What promised most and cannot be done alone is worth what makes it possible, the quickest to start first."""
-        others = [other for other in self._knobs.values() if knob.name in other.partners or other.name in knob.partners]
+    def _turn_with_a_partner(self, knob: Knob, asked_for: bool) -> None:
+        """What promised most and came to nothing alone is worth what goes with it, the quickest to start first.
+
+        Args:
+            knob: It cannot be done alone, or does not pay alone.
+            asked_for: A remedy of the verdict names it; it may then also be what makes its partner possible.
+        """
+        others = [other for other in self._knobs.values() if other.name in knob.partners]
+        if not asked_for:
+            others += [other for other in self._knobs.values() if knob.name in other.partners and other not in others]
         for other in sorted(others, key=lambda other: (other.setup_s, -other.gain(self._challenge.context))):
             if self._is_settled(other):
                 continue
-            bundle = next(self._bundles(knob, other), None)
+            ways = [self._bundles(knob, other), *([self._bundles(other, knob)] if asked_for else [])]
+            bundle = next(chain(*ways), None)
             if bundle is None or self._challenge.has_tried(bundle):
                 continue
             if self._try_alone(bundle, "together", knob.setup_s + other.setup_s):
@@ -255,6 +265,8 @@ class Search:
             names = {part for name in since for part in name.split("+")}
             figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
             nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.has_failed(knob)
+            if self._challenge.cannot_tell(knob):
+                continue
             if names & set(knob.partners) or (names and nearly):
                 again.append((bool(names & set(knob.partners)), max(figures, default=0.0), knob))
         for _, _, knob in sorted(again, key=lambda item: item[:2], reverse=True):
@@ -322,18 +334,6 @@ class Search:
 
     # The account
 
-    def _list_skipped(self, why: str) -> None:
-        """Everything that was never tried, with its reason."""
-        for knob in self._knobs.values():
-            refused = knob.why_not(self._challenge.context)
-            for candidate in knob.candidates(self._challenge.context) if refused is None else ():
-                reason = self._challenge.why_not(candidate, knob.setup_s)
-                # Other values of a knob that was turned are slower, unless they were not even tried.
-                if not self._challenge.has_tried(candidate) and (reason or not self._challenge.is_accepted(knob)):
-                    self._challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
-            if refused is not None and knob.name not in self._tried:
-                self.result.attempts.append(Attempt(knob.name, knob.keys[0], {}, "skipped", refused))
-
     def _ended(self, why: str) -> TuneResult:
         self.result.stopped = why
         self._challenge.report(why)
@@ -343,7 +343,3 @@ class Search:
 def search_name(context: Context) -> str:
     """Names a search: what it starts from and the kind of machine; trials of one are of no use to another."""
     return f"{digest_of(context.config)} {context.world_size} {context.machine}"
-
-
-def _unless_tried(why: str) -> str:
-    return why if "budget" in why else "no finding asks for it"
