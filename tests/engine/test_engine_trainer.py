@@ -317,7 +317,10 @@ def test_a_loss_that_fits_nothing_leaves_a_failed_run(tmp_path: Path) -> None:
 
 
 def test_phases_add_up_and_see_what_was_planted() -> None:
+    import statistics
     import time
+
+    slept_s: list[float] = []
 
     class Slow(nn.Module):
         def __init__(self) -> None:
@@ -325,7 +328,9 @@ def test_phases_add_up_and_see_what_was_planted() -> None:
             self.layer = nn.Linear(6, 3)
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            before = time.perf_counter()
             time.sleep(0.03)
+            slept_s.append(time.perf_counter() - before)
             return self.layer(inputs)
 
     class SlowData(torch.utils.data.Dataset[Any]):
@@ -341,7 +346,13 @@ def test_phases_add_up_and_see_what_was_planted() -> None:
     record = trainer.train(DataLoader(SlowData(), 4))
     for step in steps.records:
         assert sum(step.phases.values()) == pytest.approx(step.step_s, rel=0.02)
-    assert record.phases["forward"].mean_s == pytest.approx(0.03, abs=0.003)
+    # What a sleep really took is compared: on a busy machine it is more than was asked for.
+    forward_s = [step.phases["forward"] for step in steps.records]
+    assert len(forward_s) == len(slept_s) == 12
+    beside_s = [found - slept for found, slept in zip(forward_s, slept_s)]
+    assert min(beside_s) >= 0
+    assert statistics.median(beside_s) < 0.003
+    assert record.phases["forward"].mean_s == pytest.approx(statistics.mean(forward_s[5:]), rel=1e-6)
     assert record.phases["data_wait"].mean_s >= 0.02
     assert record.throughput.step_s is not None
     total = sum(phase.mean_s for phase in record.phases.values())
