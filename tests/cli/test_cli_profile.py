@@ -320,14 +320,18 @@ def test_own_code_between_steps_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = write(tmp_path, BETWEEN)
-    done = cli("profile", "--out", tmp_path / "run", script, work, timeout_s=LONG_S)
-    assert done.returncode == 0, done.stderr
+    for number in range(3):
+        run = tmp_path / f"run-{number}"
+        done = cli("profile", "--out", run, script, work, timeout_s=LONG_S)
+        assert done.returncode == 0, done.stderr
+        summary, _ = assert_complete(run)
+        if not any("vary too much" in note for note in summary["notes"]):  # a stall is no fault of the script
+            break
     if work == "compute":  # with the script's own result, which no such work changes
         monkeypatch.setattr(sys, "argv", [str(script), "nothing"])
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         runpy.run_path(str(script), run_name="__main__")
         assert done.stdout == capsys.readouterr().out
-    summary, _ = assert_complete(tmp_path / "run")
     assert summary["verdict"] == verdict, done.stderr
     if lines is None:
         return
@@ -337,11 +341,11 @@ def test_own_code_between_steps_is_named(
     assert place["share"] > 0.3
     said = f"script.py:{place['line']} in {work}"
     assert said in " ".join(done.stderr.split())
-    assert said in (tmp_path / "run" / "report.html").read_text()
+    assert said in (run / "report.html").read_text()
     if verdict == "logging_stall":
         assert summary["findings"][0]["evidence"]["place"] == said
         assert summary["findings"][0]["evidence"]["work"] == {"write": "writing", "compute": "computing"}[work]
-    judged = cli("diagnose", tmp_path / "run", "--json")
+    judged = cli("diagnose", run, "--json")
     assert json.loads(judged.stdout)["verdict"] == verdict
 
 
@@ -389,7 +393,7 @@ def test_ranks_of_torchrun_share_a_folder(tmp_path: Path) -> None:
     script = EXAMPLES / "ddp_example.py"
     plain = torchrun(script, tmp_path / "none", profile=False)
     assert plain.returncode == 0, plain.stderr
-    done = torchrun(script, tmp_path / "run", "--slow-rank", "1")
+    done = torchrun(script, tmp_path / "run", "--slow-rank", "1", "--delay-s", "0.2")
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
     assert done.stderr.count("mean step, by phase") == 1
@@ -398,12 +402,12 @@ def test_ranks_of_torchrun_share_a_folder(tmp_path: Path) -> None:
     assert len(first) == len(second) == 40
     assert summary["batch"] == {"micro": 32, "accumulation": 1, "world_size": 2, "global": 64}
     assert summary["strategy"] == "ddp"
-    # Rank 0 waits for the gradients of rank 1, which sleeps 30 ms before its forward.
+    # Rank 0 waits for the gradients of rank 1, which sleeps 200 ms before its forward.
     exposed = median(step.phases["communication_exposed"] for step in first[5:-1])
-    assert exposed > 0.025
-    assert median(step.phases["other"] for step in second) > 0.029
+    assert exposed > 0.1
+    assert median(step.phases["other"] for step in second) > 0.19
     assert summary["communication"]["slowest_rank"] == 1
-    assert summary["communication"]["rank_wait_s"] > 0.02
+    assert summary["communication"]["rank_wait_s"] > 0.1
     assert summary["verdict"] == "straggler"
 
 
