@@ -75,14 +75,14 @@ def test_what_is_compared_is_cut_alike(tmp_path: Path) -> None:
 @pytest.mark.timing
 @pytest.mark.slow
 def test_a_trial_of_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight passes of 20 ms make a step that counts as long here: half of them are left out."""
-    monkeypatch.setattr(short_steps, "STEP_S", 0.08)
-    config = apply_changes(tricky_config(pause_s=0.01), {"training.micro_batch": 2, "training.global_batch": 16})
-    effort = Effort(window_s=0.1, windows=2, pairs=6, more_pairs=0, warm_windows=1)
+    """Eight passes of 60 ms make a step that counts as long here: half of them are left out."""
+    monkeypatch.setattr(short_steps, "STEP_S", 0.24)
+    config = apply_changes(tricky_config(pause_s=0.03), {"training.micro_batch": 2, "training.global_batch": 16})
+    effort = Effort(window_s=0.1, windows=5, pairs=6, more_pairs=0, warm_windows=1)
     runner = TrialRunner(tmp_path, effort=effort, short_steps=short_of(tmp_path, config))
     trial = runner.run_trial(TrialRequest("one", config, "as it is"))
     assert trial.failure is None, trial.failure
     assert json.loads((tmp_path / FILE_NAME).read_text(encoding="utf-8"))["factor"] == 2
     assert trial.details["steps_cut_by"] == 2
-    assert trial.details["step_s"] == pytest.approx(4 * 0.02, rel=0.1)
-    assert trial.sample_s == pytest.approx(0.01, rel=0.1)
+    assert trial.details["step_s"] == pytest.approx(4 * 0.06, rel=0.1)
+    assert trial.sample_s == pytest.approx(0.03, rel=0.1)
