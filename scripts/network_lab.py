@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,6 +47,7 @@ FIRST_PORT = 29500
 BURST = "128kb"
 QUEUE_LATENCY = "50ms"
 PREFIX = "fwlab"
+SWEEP_LOCK = Path(f"/run/{PREFIX}.lock")
 COMMAND_LIMIT_S = 20.0
 # A host whose command goes on after another's has failed waits for a rank that is gone.
 GRACE_S = 10.0
@@ -323,12 +326,21 @@ def available() -> str | None:
 def sweep() -> list[str]:
     """Remove the labs of processes that are gone, with all that still runs in them; the names of what was removed."""
     removed = []
-    for namespace in namespaces():
-        match = _NAME.fullmatch(namespace)
-        if match is not None and _started(int(match["pid"])) != match["started"]:
-            _remove(namespace)
-            removed.append(namespace)
+    with sweeping():
+        for namespace in namespaces():
+            match = _NAME.fullmatch(namespace)
+            if match is not None and _started(int(match["pid"])) != match["started"]:
+                _remove(namespace)
+                removed.append(namespace)
     return removed
+
+
+@contextlib.contextmanager
+def sweeping() -> Iterator[None]:
+    """While this is held, no other process of this machine sweeps; it ends with the process at the latest."""
+    with SWEEP_LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def namespaces() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -79,15 +80,20 @@ def _transfer(lab: Any, size: int = PAYLOAD) -> tuple[float, int]:
     return float(rate), int(count)
 
 
+def _median_rate(lab: Any) -> float:
+    """Of three transfers: one of them may meet a stall."""
+    return statistics.median(_transfer(lab)[0] for _ in range(3))
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_rates_are_kept_and_can_be_changed(network_lab: Lab) -> None:
     lab = network_lab(hosts=2, rate="100mbit")
-    assert _transfer(lab)[0] == pytest.approx(95, rel=0.15)
+    assert _median_rate(lab) == pytest.approx(95, rel=0.15)
     lab.set_rate("50mbit", host=1)
-    assert _transfer(lab)[0] == pytest.approx(47.5, rel=0.15), "the slower of two links decides"
+    assert _median_rate(lab) == pytest.approx(47.5, rel=0.15), "the slower of two links decides"
     lab.set_rate(None)
-    assert _transfer(lab)[0] > 190, "the limit is lifted"
+    assert _median_rate(lab) > 190, "the limit is lifted"
 
 
 def test_counters_are_the_payload(network_lab: Lab) -> None:
@@ -191,10 +197,11 @@ def test_what_a_killed_owner_leaves_is_swept(network_lab_script: ModuleType, net
     owner, names, pids = _start_owner("wait")
     with owner:
         assert not set(network_lab_script.sweep()) & set(names), "the owner lives"
-        owner.kill()
-        owner.wait(60)
-    assert set(names) <= set(network_lab_script.namespaces())
-    assert _alive(pids) == pids
+        with network_lab_script.sweeping():  # a lab of another test would sweep too
+            owner.kill()
+            owner.wait(60)
+            assert set(names) <= set(network_lab_script.namespaces())
+            assert _alive(pids) == pids
     network_lab_script.sweep()
     _assert_gone(network_lab_script, names, pids)
     assert {host.namespace for host in living.hosts} <= set(network_lab_script.namespaces())
