@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from synthetic_runs import QUIET, store, times
 
+INNER_LIMIT_S = 250  # of one pytest of several; each imports torch
+
 ABOUT_RUNS = """
 def test_run(performance_guard):
     performance_guard("RUN", baseline="perf/run.json")
@@ -32,7 +34,7 @@ def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=INNER_LIMIT_S,
         env={**os.environ, "COLUMNS": "200"},
     )
 
@@ -50,6 +52,7 @@ def test_the_plugin_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_run_folders(tmp_path: Path) -> None:
     project = _project(tmp_path / "project", ABOUT_RUNS.replace("RUN", str(tmp_path / "now")))
     store(tmp_path / "now", times(1, QUIET, 100))
@@ -68,6 +71,7 @@ def test_run_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_callables(tmp_path: Path) -> None:
     project = _project(tmp_path / "project", ABOUT_STEPS)
     written = _pytest(project, "--update-performance")
