@@ -38,7 +38,7 @@ TINY = (
     "model.num_layers=1",
     "model.dim_feedforward=32",
     "model.max_seq_len=16",
-    "training.epochs=4",
+    "training.epochs=16",  # some seconds of steps, so that a signal comes before the end
     "training.global_batch=32",
 )
 
@@ -67,7 +67,7 @@ class Started:
         )
         return self._processes[-1]
 
-    def ends(self, timeout_s: float = 90) -> list[tuple[int, str, str]]:
+    def ends(self, timeout_s: float = 150) -> list[tuple[int, str, str]]:
         """Exit code and output of each, in the order of their starts."""
         deadline = time.monotonic() + timeout_s
         found = []
@@ -131,9 +131,9 @@ def _own_launcher(started: Started) -> None:
     """Ctrl-C after the first steps, then the same command again."""
     command = [*_train("own_launcher"), "--set", "checkpoint.every_steps=1", "--distributed", "--nproc-per-node", "2"]
     process = started.start(*command)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (started.folder / "own_launcher" / "steps-rank0.jsonl").exists() and process.poll() is None:
-        assert time.monotonic() < deadline, "no step within a minute"
+        assert time.monotonic() < deadline, "no step within two minutes"
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     ((code, stdout, stderr),) = started.ends()
@@ -155,7 +155,7 @@ def _job_with_a_free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_launch_forms_train_the_same_model(started: Started) -> None:
     losses: dict[str, dict[str, float]] = {}
     for form in (_alone, _torchrun, _once_per_node, _srun, _own_launcher):
@@ -176,8 +176,8 @@ def test_all_launch_forms_train_the_same_model(started: Started) -> None:
         assert summary["strategy"] == ("single" if name == "alone" else "ddp")
         files = sorted((started.folder / name).glob("steps-rank*.jsonl"))
         steps = [step for file in files for step in read_steps(file)]
-        assert len(steps) == 16 * world_size
-        assert sum(step.samples for step in steps) == 404, "every sample once per epoch"
+        assert len(steps) == 64 * world_size
+        assert sum(step.samples for step in steps) == 16 * 101, "every sample once per epoch"
     together = losses["torchrun"]
     for name, found in losses.items():
         assert found == pytest.approx(together, rel=1e-4 if name == "alone" else 1e-6), losses
