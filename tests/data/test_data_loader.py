@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -481,3 +485,34 @@ def test_length_of_a_stream() -> None:
 def test_settings_can_be_shared() -> None:
     settings = LoaderSettings(num_workers=0, shuffle=False)
     assert drawn(OptimizedDataLoader(Numbers(3), 2, settings)) == [[0, 1], [2]]
+
+
+USER = """
+import os, sys, time, torch
+from frameworm.distributed import OptimizedDataLoader
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return os.getpid()
+if __name__ == "__main__":
+    loader = OptimizedDataLoader.create(Data(), 4, num_workers=1, multiprocessing_context=sys.argv[1])
+    batches = iter(loader)
+    print(int(next(batches)[0]), flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_workers_end_with_the_process_they_work_for(way: str, tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    user = subprocess.Popen([sys.executable, tmp_path / "user.py", way], stdout=subprocess.PIPE, text=True)
+    try:
+        assert user.stdout is not None
+        worker = psutil.Process(int(user.stdout.readline()))
+    finally:
+        user.kill()
+        user.wait()
+    psutil.wait_procs([worker], timeout=60)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

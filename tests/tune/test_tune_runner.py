@@ -75,9 +75,7 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
         waited_s.append(time.monotonic() - before)
         return True
 
-    server = warm_up(["frameworm.tune.live_rank"]).Process(target=time.sleep, args=(0,))
-    server.start()  # imports belong to no trial
-    server.join()
+    _start_server()
     before = time.monotonic()
     result = runner.run_trial(TrialRequest("real", tricky_config(pause_s=1e-3), "real", keep_going=keep_going))
     took_s = time.monotonic() - before
@@ -201,10 +199,12 @@ import sys
 sys.path[:0] = {paths!r}
 from live_workloads import trick_knob, tricky_config
 from test_tune_runner import QUICK
+from frameworm.tune.context import apply_changes
 from frameworm.tune.outcomes import Budget
 from frameworm.tune.tuner import tune
 if __name__ == "__main__":
-    tune(tricky_config(), {folder!r}, budget=Budget(300.0), knobs=[trick_knob("good", "hang")], effort=QUICK)
+    config = apply_changes(tricky_config(), {{"data.num_workers": 1}})
+    tune(config, {folder!r}, budget=Budget(300.0), knobs=[trick_knob("good", "hang")], effort=QUICK)
 """
 
 
@@ -221,10 +221,11 @@ def test_a_killed_search_repeats_no_finished_trial(tmp_path: Path) -> None:
         os.kill(search.pid, signal.SIGKILL)
         search.wait(10)
     _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive, "its trials ended with it"
+    assert not alive, "its trials ended with it, and their loader processes"
     finished = _ends(folder)
     # With the value that hangs taken away the search ends at once.
-    tune(tricky_config(), folder, budget=Budget(300.0), knobs=[trick_knob("good")], effort=QUICK)
+    config = apply_changes(tricky_config(), {"data.num_workers": 1})
+    tune(config, folder, budget=Budget(300.0), knobs=[trick_knob("good")], effort=QUICK)
     again = _ends(folder)
     assert again[: len(finished)] == finished
     assert len(set(again)) == len(again)
@@ -305,6 +306,13 @@ def _ends(folder: Path) -> list[tuple[str, str]]:
         return []
     lines = [json.loads(line) for line in journal.read_bytes().splitlines() if line.endswith(b"}")]
     return [(line["kind"], line["id"]) for line in lines if line["event"] == "end"]
+
+
+def _start_server() -> None:
+    """Have the server there that trials come from: its imports belong to none of them."""
+    first = warm_up(["frameworm.tune.live_rank"]).Process(target=time.sleep, args=(0,))
+    first.start()
+    first.join()
 
 
 def _until(holds: object, limit_s: float = 90.0) -> None:

@@ -146,6 +146,8 @@ def run_rank(job: TrialJob, rank: int) -> None:
 def settle_rank(job: TrialJob, rank: int) -> None:
     """A session of its own, so that the whole family can be found, and what it says in a file."""
     os.setsid()
+    # As in training. Else loader processes would come from the server, too, and not belong to this session.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError):
