@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 from small_training import exact, to_bf16, train
 
-from frameworm.guard.drift import ROUNDING_UNITS, check_losses, step_noise
+from frameworm.guard.drift import ROUNDING_UNITS, check_losses, push_of, step_noise
 from frameworm.guard.gain import LEAST_PAIRS, Window, pair_windows, speedup_of
 from frameworm.guard.proof import (
     Evidence,
@@ -301,6 +301,12 @@ def test_a_parameter_without_a_gradient_may_be_moved_by_a_coarser_rounding(
     unit = ROUNDING_UNITS["bf16"]
     references = [Learning(train(push=unit).steps, baseline.updates)]
     assert verdict_of(Evidence(baseline, candidate, references, unit)).verdict == verdict
+
+
+def test_references_are_moved_by_what_sums_differ_by() -> None:
+    assert push_of(ROUNDING_UNITS["fp32"]) > 10 * ROUNDING_UNITS["fp32"]
+    for precision in ("tf32", "fp16", "bf16"):
+        assert push_of(ROUNDING_UNITS[precision]) == pytest.approx(ROUNDING_UNITS[precision], rel=0.01)
 
 
 def test_noise_of_steps_ignores_the_trend() -> None:

@@ -3,9 +3,9 @@
 Rounding is a tiny push at every operation, and training amplifies pushes: after some hundred steps two curves that
 differ in the last bit of one weight may differ visibly. How fast that goes depends on the model, so it is measured: the
 reference is the baseline itself, trained again from weights that were each moved by one unit of rounding of the coarser
-precision of both sides. What a candidate may differ by grows with what the reference differs by. Once that has grown
-to the size of what a step's samples happen to cost, a curve proves nothing any more, and later steps do not count:
-this is what keeps the check far below what another seed would do.
+precision of both sides, and by what sums in another order differ by. What a candidate may differ by grows with what the
+reference differs by. Once that has grown to the size of what a step's samples happen to cost, a curve proves nothing
+any more, and later steps do not count: this is what keeps the check far below what another seed would do.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LEAST_STEPS = 8
 _SAFETY = 4.0
 # Sums of thousands of products in another order differ by more than one unit of fp32.
 _ORDER_OF_SUMS = 64 * ROUNDING_UNITS["fp32"]
+# Nor by one unit in what a layer computes; of that a push of the weights by so much more makes about as much.
+_PUSH_OF_SUMS = 16 * ROUNDING_UNITS["fp32"]
 # Where the allowance exceeds this share of the differences between steps, a curve proves nothing.
 _POWERLESS = 0.5
 _PROGRESS = 0.1
@@ -40,6 +42,11 @@ class LossCheck:
     allowed: list[float] = field(default_factory=list)
 
 
+def push_of(unit: float) -> float:
+    """What the weights of a reference are moved by, relative to each, for a unit of rounding."""
+    return unit + _PUSH_OF_SUMS
+
+
 def step_noise(losses: Sequence[float]) -> float:
     """Standard deviation of what the samples of a step add to its loss, whatever the trend."""
     bends = [losses[i] - 2 * losses[i + 1] + losses[i + 2] for i in range(len(losses) - 2)]
@@ -55,8 +62,8 @@ def allowed_drift(baseline: Sequence[float], references: Sequence[Sequence[float
 
     Args:
         baseline: Losses per step.
-        references: The baseline's losses again, each from weights moved by `unit` times a random number in -1..1,
-            relative to each weight. None: drift is taken to grow in proportion to the steps.
+        references: The baseline's losses again, each from weights moved by `push_of(unit)` times a random number in
+            -1..1, relative to each weight. None: drift is taken to grow in proportion to the steps.
         unit: Unit of rounding of the coarser precision of both sides.
     """
     allowed = []

@@ -60,7 +60,7 @@ class Evidence:
     Attributes:
         baseline: The side before the change.
         candidate: The side after it.
-        references: The baseline again, from weights moved by `unit`; see `guard.drift`. Two are better than one.
+        references: The baseline again, from weights moved by `guard.drift.push_of(unit)`. Two are better than one.
         unit: Unit of rounding of the coarser precision of both sides, from `guard.drift.ROUNDING_UNITS`.
     """
 

@@ -115,7 +115,7 @@ class ProofRequest:
         learning_candidate: The same for the candidate.
         mathematics: What the change can do to the numbers.
         unit: Unit of rounding for `guard.proof.Evidence`; references are the learning baseline from weights moved by
-            this much.
+            `guard.drift.push_of` it.
         consent: The user allows other mathematics.
         label: What is proved, for people.
         timeout_s: Seconds it may take; None: the runner's own limit.

@@ -13,6 +13,7 @@ from typing import Any
 
 from frameworm.config.schema import Config
 from frameworm.engine.run import look_at_machine
+from frameworm.guard.drift import push_of
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, prove
 from frameworm.tune.effort import Effort
@@ -218,7 +219,7 @@ class TrialRunner:
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
         """Both sides from the same weights, with the same samples."""
         steps = self._learn_steps(step_s)
-        units = (0.0, *[request.unit] * self._effort.references) if request.mathematics != "more" else (0.0,)
+        units = (0.0, *[push_of(request.unit)] * self._effort.references) if request.mathematics != "more" else (0.0,)
         asked = [
             (request.learning_candidate, folder / "learning-after", (0.0,)),
             (request.learning_baseline, folder / "learning-before", units),
