@@ -67,7 +67,7 @@ NEAR_FAST = 0.95
 OWN_GOAL = QUICKSTART_GOAL = 1.5
 QUICKSTART_S = 180.0
 MOST_REGRET, MOST_TRIALS = 0.05, 0.20
-TEXT_BYTES = 96 * 2**20
+TEXT_BYTES, PIECE_BYTES = 96 * 2**20, 12 * 2**20
 LONG_EPOCHS = 10_000
 
 
@@ -356,9 +356,12 @@ def _data(session: Session, case: Case) -> Path:
         draw = random.Random(0)
         words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(1, 9))) for _ in range(5000)]
         size = 2**21 if session.arguments.smoke else TEXT_BYTES
+        text = ""
+        while len(text) < min(size, PIECE_BYTES):
+            text += "".join(" ".join(draw.choices(words, k=2000)) + "\n" for _ in range(100))
         with (path / "words.txt").open("w", encoding="utf-8") as file:
             while file.tell() < size:
-                file.write(" ".join(draw.choices(words, k=2000)) + "\n")
+                file.write(text)  # over and over: to draw it all takes half a minute
     return path
 
 

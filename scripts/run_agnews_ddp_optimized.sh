@@ -14,6 +14,16 @@
 
 set -euo pipefail
 
+step=""
+told=0
+# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
+stop() {
+  told=1
+  echo "$(date '+%F %T') the job's time is almost over: saving"
+  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
+}
+trap stop USR1
+
 # One run folder per job: after a requeue the job has the same number and goes on there.
 run="runs/ag_news_ddp_4gpu_20ep_optimized-$SLURM_JOB_ID"
 logs="logs/ag_news_ddp_4gpu_20ep_optimized-$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}"
@@ -39,16 +49,6 @@ export MASTER_ADDR="${address:-$first}"
 port=$((20000 + (SLURM_JOB_ID * 31 + ${SLURM_RESTART_COUNT:-0}) % 12768))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
 export MASTER_PORT="$port"
-
-step=""
-told=0
-# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
-stop() {
-  told=1
-  echo "$(date '+%F %T') the job's time is almost over: saving"
-  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
-}
-trap stop USR1
 
 echo "$(date '+%F %T') job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 echo "run folder $run, logs $logs"

@@ -14,6 +14,16 @@
 
 set -euo pipefail
 
+step=""
+told=0
+# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
+stop() {
+  told=1
+  echo "$(date '+%F %T') the job's time is almost over: saving"
+  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
+}
+trap stop USR1
+
 # One run folder per job: after a requeue the job has the same number and goes on there.
 run="runs/ag_news_single_gpu_optimized-$SLURM_JOB_ID"
 logs="logs/ag_news_single_gpu_optimized-$SLURM_JOB_ID/attempt-${SLURM_RESTART_COUNT:-0}"
@@ -30,16 +40,6 @@ fi
 cpus="${SLURM_CPUS_PER_TASK:-1}"
 threads=$((cpus))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-
-step=""
-told=0
-# SLURM tells this script alone that the time is almost over; srun passes the signal on, and training saves and ends.
-stop() {
-  told=1
-  echo "$(date '+%F %T') the job's time is almost over: saving"
-  if [ -n "$step" ]; then kill -USR1 "$step" 2>/dev/null || true; fi
-}
-trap stop USR1
 
 echo "$(date '+%F %T') job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 echo "run folder $run, logs $logs"

@@ -508,11 +508,11 @@ if __name__ == "__main__":
 def test_workers_end_with_the_process_they_work_for(way: str, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     user = subprocess.Popen([sys.executable, tmp_path / "user.py", way], stdout=subprocess.PIPE, text=True)
-    try:
-        assert user.stdout is not None
-        worker = psutil.Process(int(user.stdout.readline()))
-    finally:
-        user.kill()
-        user.wait()
+    with user:  # closes its pipe
+        try:
+            assert user.stdout is not None
+            worker = psutil.Process(int(user.stdout.readline()))
+        finally:
+            user.kill()
     psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

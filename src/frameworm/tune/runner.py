@@ -68,7 +68,7 @@ class TrialRunner:
         self._limit_bytes = limit_bytes
         self._short_steps = short_steps
         self._patience = Patience(self._effort.limit_s)
-        self._start_s = _START_S
+        self._starts_s = 2 * _START_S  # of both sides for their learning
         self._compiled = self._folder / "compiled"
 
     def forget_compiled(self, since: float | None = None) -> None:
@@ -203,7 +203,9 @@ class TrialRunner:
             began = time.monotonic()
             before.stand()
             after.stand()
-            self._start_s = max(_START_S, time.monotonic() - began)
+            # As in `_learn`, where both start at once or one after the other.
+            starts = 1 if look_at_machine(request.baseline).device == "cuda" else 2
+            self._starts_s = starts * max(_START_S, time.monotonic() - began)
             sides = ((before, request.baseline), (after, request.candidate))
             return take_turns(sides, self._effort, deadline, self._learning_s)
 
@@ -214,7 +216,7 @@ class TrialRunner:
     def _learning_s(self, before_s: float, after_s: float) -> float:
         """What must be left of the time when the last window ends."""
         steps = self._learn_steps(max(before_s, after_s))
-        return 2 * self._start_s + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
+        return self._starts_s + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
         """Both sides from the same weights, with the same samples."""
