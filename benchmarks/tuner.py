@@ -361,7 +361,7 @@ def _data(session: Session, case: Case) -> Path:
             text += "".join(" ".join(draw.choices(words, k=2000)) + "\n" for _ in range(100))
         with (path / "words.txt").open("w", encoding="utf-8") as file:
             while file.tell() < size:
-                file.write(text)  # over and over: to draw it all takes half a minute
+                file.write(text)  # over and over: more words would only take longer to draw
     return path
 
 

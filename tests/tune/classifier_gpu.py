@@ -11,21 +11,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from simulated_gpu import CONFIGS
-from simulated_machine import learning
+from simulated_gpu import CONFIGS, H200, Judged, proof_of, search_on, trial_of
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
-from frameworm.guard.drift import ROUNDING_UNITS
-from frameworm.guard.gain import Window
-from frameworm.guard.proof import Evidence, prove
-from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
-from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import all_knobs
-from frameworm.tune.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.context import Context, WorkloadFacts
+from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
 from frameworm.tune.patience import Patience
 from frameworm.tune.result import TuneResult
-from frameworm.tune.search import Search, search_name
 
 
 @dataclass(frozen=True)
@@ -90,12 +83,7 @@ class ClassifierGpu:
         if not self._pass(f"trial {request.label}", needs_s, limit.seconds, config):
             return TrialResult(failure=Failure("hang", "not done in time"))
         self._patience.learn(config, needs_s)
-        windows: list[float] = []
-        for _ in range(5):
-            windows.append(self._window(config))
-            if len(windows) > 1 and not request.keep_going(windows):
-                return TrialResult(windows, stopped_early=True)
-        return TrialResult(windows, needs_s - 3.0, *self._findings(config))
+        return trial_of(request, self._window, needs_s - 3.0, self._findings)
 
     def prove(self, request: ProofRequest) -> ProofResult:
         before_s, after_s = self._ready_s(request.baseline), self._ready_s(request.candidate)
@@ -104,14 +92,7 @@ class ClassifierGpu:
         limit = self._patience.for_proof(request)
         if not self._pass(f"proof {request.label}", needs_s, limit.seconds, request.baseline, request.candidate):
             return ProofResult(failure=Failure("hang", "not done in time"))
-        windows = []
-        for _ in range(10):
-            windows.append(Window("before", self._window(request.baseline)))
-            windows.append(Window("after", self._window(request.candidate)))
-        unit = ROUNDING_UNITS["bf16"]
-        learned = learning(None, None)
-        evidence = Evidence(learned, learned, [learning(None, None, unit, seed) for seed in (1, 2)], unit)
-        return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
+        return ProofResult(proof_of(request, self._window, precision="bf16"))
 
     def _pass(self, label: str, needs_s: float, limit_s: float, *configs: Config) -> bool:
         """Let the time pass, and say whether it was enough."""
@@ -137,7 +118,7 @@ class ClassifierGpu:
     def _window(self, config: Config) -> float:
         return self._model.step_s(config) / config.training.global_batch * math.exp(self._draw.gauss(0, 0.01))
 
-    def _findings(self, config: Config) -> tuple[str, list[dict[str, Any]]]:
+    def _findings(self, config: Config) -> Judged:
         computes = {"code": "compute_bound", "share": 0.95, "remedies": []}
         padding = _finding("padding_waste", 1.9 if config.gpu.capture == "step" else 1.16, ("data.batching", "packed"))
         if config.gpu.capture == "step":
@@ -164,7 +145,6 @@ def _program(config: Config) -> str:
 def tune_classifier(gpu: ClassifierGpu, model: Classifier, budget_s: float) -> TuneResult:
     """The search with all knobs from the plain config of a long run."""
     config = load_config(CONFIGS / f"{model.config}.yaml", ["training.epochs=10000", "gpu.device=cuda"])
-    machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
     workload = WorkloadFacts(
         accepts_packed=True,
         has_token_lengths=True,
@@ -175,21 +155,11 @@ def tune_classifier(gpu: ClassifierGpu, model: Classifier, budget_s: float) -> T
         validation_samples=7600,
         automatic_workers=0,
     )
-    context = Context(config, machine, workload)
 
     def never(request: Any) -> Any:
         raise AssertionError("a longer check of so long a run does not fit any budget")
 
-    return Search(
-        all_knobs(),
-        context,
-        gpu.run_trial,
-        gpu.prove,
-        Budget(time_s=budget_s),
-        Journal(None, search_name(context)),
-        check_longer=never,
-        clock=gpu.clock,
-    ).run()
+    return search_on(gpu, Context(config, H200, workload), budget_s, check_longer=never)
 
 
 def beside_fast(model: Classifier, result: TuneResult) -> float:

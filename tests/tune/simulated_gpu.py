@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
-from frameworm.guard.proof import Evidence, prove
+from frameworm.guard.proof import Evidence, Proof, prove
 from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import all_knobs
@@ -31,6 +32,9 @@ TRIAL_S, PROOF_S = 4.0, 12.0
 COMPILE_TRIAL_S, COMPILE_PROOF_S = 30.0, 25.0
 HANG_S = 30.0
 BEST_S = 0.313e-3
+H200 = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
+
+Judged = tuple[str, list[dict[str, Any]]]  # verdict and findings
 
 
 def step_s(config: Config) -> float | None:
@@ -46,6 +50,36 @@ def step_s(config: Config) -> float | None:
         return 0.95e-3 if resident else 1.0e-3
     # Putting kernels together gains the same share with and without resident data.
     return (0.36e-3 if resident else 0.48e-3) * (0.313 / 0.36 if config.gpu.combine_kernels else 1.0)
+
+
+def trial_of(
+    request: TrialRequest, window: Callable[[Config], float], setup_s: float, judge: Callable[[Config], Judged]
+) -> TrialResult:
+    """A trial of windows that are drawn, as long as it is to go on."""
+    windows: list[float] = []
+    for _ in range(5):
+        windows.append(window(request.config))
+        if len(windows) > 1 and not request.keep_going(windows):
+            return TrialResult(windows, stopped_early=True)
+    return TrialResult(windows, setup_s, *judge(request.config))
+
+
+def proof_of(
+    request: ProofRequest,
+    window: Callable[[Config], float],
+    pairs: int = 10,
+    precision: str = "fp32",
+    frozen: str | None = None,
+) -> Proof:
+    """A proof of windows that are drawn and of a real small training, in which the candidate may freeze a layer."""
+    windows = []
+    for _ in range(pairs):
+        windows.append(Window("before", window(request.baseline)))
+        windows.append(Window("after", window(request.candidate)))
+    unit = ROUNDING_UNITS[precision]
+    references = [learning(None, None, unit, seed) for seed in (1, 2)]
+    evidence = Evidence(learning(None, None), learning(None, frozen), references, unit)
+    return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
 
 
 class Gpu:
@@ -79,26 +113,13 @@ class Gpu:
             self.now_s += HANG_S - TRIAL_S
             return TrialResult(failure=Failure("hang", f"not done after {HANG_S:.0f} s"))
         self.now_s += COMPILE_TRIAL_S + self._slow_s if config.gpu.compile_model else 0.0
-        windows: list[float] = []
-        for _ in range(5):
-            windows.append(self._window(config))
-            if len(windows) > 1 and not request.keep_going(windows):
-                return TrialResult(windows, stopped_early=True)
-        verdict, findings = self._findings(config)
-        return TrialResult(windows, 25.0 if config.gpu.compile_model else 1.0, verdict, findings)
+        return trial_of(request, self._window, 25.0 if config.gpu.compile_model else 1.0, self._findings)
 
     def prove(self, request: ProofRequest) -> ProofResult:
         compiled = request.baseline.gpu.compile_model or request.candidate.gpu.compile_model
         self.now_s += PROOF_S + (COMPILE_PROOF_S + self._slow_s if compiled else 0.0)
         self.made.append(f"proof {request.label}")
-        windows = []
-        for _ in range(10):
-            windows.append(Window("before", self._window(request.baseline)))
-            windows.append(Window("after", self._window(request.candidate)))
-        unit = ROUNDING_UNITS["fp32"]
-        learned = learning(None, None)
-        evidence = Evidence(learned, learned, [learning(None, None, unit, seed) for seed in (1, 2)], unit)
-        proof = prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
+        proof = proof_of(request, self._window)
         best = math.isclose(step_s(request.candidate) or 0.0, BEST_S)
         if proof.verdict == "accepted" and best and self.reached is None:
             self.reached = (self.now_s, len(self.made))
@@ -109,7 +130,7 @@ class Gpu:
         assert seconds is not None
         return seconds / config.training.global_batch * math.exp(self._draw.gauss(0, 0.005))
 
-    def _findings(self, config: Config) -> tuple[str, list[dict[str, Any]]]:
+    def _findings(self, config: Config) -> Judged:
         if config.gpu.capture == "step":
             share = {"code": self._later, "share": 0.4, "remedies": []}
             return self._later, [share]
@@ -123,7 +144,6 @@ class Gpu:
 def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000) -> TuneResult:
     """The search with all knobs from the plain config."""
     config = load_config(CONFIGS / "ag_news_single_gpu.yaml", [f"training.epochs={epochs}", "gpu.device=cuda"])
-    machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
     workload = WorkloadFacts(
         accepts_packed=True,
         has_token_lengths=True,
@@ -131,13 +151,20 @@ def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000) -> Tune
         resident_bytes=50 * 2**20,
         samples_per_epoch=120_000,
     )
-    return _search(gpu, Context(config, machine, workload), budget_s)
+    return search_on(gpu, Context(config, H200, workload), budget_s)
 
 
-def _search(gpu: Gpu, context: Context, budget_s: float, folder: Path | None = None) -> TuneResult:
-    journal = Journal(folder, search_name(context))
+def search_on(
+    gpu: Any,
+    context: Context,
+    budget_s: float,
+    folder: Path | None = None,
+    check_longer: Callable[[Any], Any] | None = None,
+) -> TuneResult:
+    """The search with all knobs."""
+    journal, budget = Journal(folder, search_name(context)), Budget(time_s=budget_s)
     return Search(
-        all_knobs(), context, gpu.run_trial, gpu.prove, Budget(time_s=budget_s), journal, clock=gpu.clock
+        all_knobs(), context, gpu.run_trial, gpu.prove, budget, journal, check_longer=check_longer, clock=gpu.clock
     ).run()
 
 
@@ -163,13 +190,7 @@ class GptGpu(Gpu):
         if not self._has_time(needs_s, self._patience.for_trial(config, request.timeout_s).seconds):
             return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
         self._patience.learn(config, needs_s)
-        windows: list[float] = []
-        for _ in range(5):
-            windows.append(self._window(config))
-            if len(windows) > 1 and not request.keep_going(windows):
-                return TrialResult(windows, stopped_early=True)
-        found = [{"code": "compute_bound", "share": 0.95, "remedies": []}]
-        return TrialResult(windows, 36.0 if config.gpu.compile_model else 1.0, "compute_bound", found)
+        return trial_of(request, self._window, 36.0 if config.gpu.compile_model else 1.0, self._findings)
 
     def prove(self, request: ProofRequest) -> ProofResult:
         self.made.append(f"proof {request.label}")
@@ -177,18 +198,11 @@ class GptGpu(Gpu):
         if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
             return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)
-        windows = []
-        for _ in range(6):
-            windows += [
-                Window("before", self._window(request.baseline)),
-                Window("after", self._window(request.candidate)),
-            ]
         frozen = "first" if self._cheats and request.candidate.model.model_dump()["residual"] == "half" else None
-        unit = ROUNDING_UNITS["bf16"]
-        evidence = Evidence(
-            learning(None, None), learning(None, frozen), [learning(None, None, unit, seed) for seed in (1, 2)], unit
-        )
-        return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
+        return ProofResult(proof_of(request, self._window, pairs=6, precision="bf16", frozen=frozen))
+
+    def _findings(self, config: Config) -> Judged:
+        return "compute_bound", [{"code": "compute_bound", "share": 0.95, "remedies": []}]
 
     def _has_time(self, needs_s: float, limit_s: float) -> bool:
         self.now_s += min(needs_s, limit_s)
@@ -215,9 +229,8 @@ def gpt_sample_s(config: Config) -> float:
 def tune_gpt_on(gpu: GptGpu, *more: str, budget_s: float = 480.0, folder: Path | None = None) -> TuneResult:
     """The search with all knobs from the plain config of GPT-2, with more settings."""
     config = load_config(CONFIGS / "gpt2_124m.yaml", ["training.epochs=10000", "gpu.device=cuda", *more])
-    machine = MachineFacts("cuda", True, 9.0, 1, 16, 16, 140 * 2**30)
     workload = WorkloadFacts(assembles_batches=True, resident_bytes=100 * 2**20, samples_per_epoch=90_000)
-    return _search(gpu, Context(config, machine, workload, planner=_too_large), budget_s, folder)
+    return search_on(gpu, Context(config, H200, workload, planner=_too_large), budget_s, folder)
 
 
 def _too_large(config: Config) -> str | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from frameworm.data.seeding import seed_process
+from frameworm.launch.parent import call_after_parent
 
 MOST_AUTOMATIC_WORKERS = 4
 MEASURED_BATCHES = 48
@@ -133,23 +132,6 @@ class SeededDataset(Dataset[Any]):
         return [self.inner[index] for index in indices]
 
 
-def _end_with_user() -> None:
-    """End this worker when the process that it works for has.
-
-    torch has it watch its parent. With multiprocessing's fork server that is the server, which stays for as long as
-    one of its workers does.
-    """
-    user = multiprocessing.parent_process()
-    if user is None or user.pid == os.getppid():
-        return
-
-    def watch() -> None:
-        wait([user.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="user", daemon=True).start()
-
-
 class WorkerStart:
     """Runs first in every worker: shows the user's own function the user's own data set."""
 
@@ -157,7 +139,9 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
-        _end_with_user()
+        user = multiprocessing.parent_process()
+        if user is not None and user.pid != os.getppid():  # torch only has it watch the fork server
+            call_after_parent(lambda: os._exit(1))
         info = get_worker_info()
         assert info is not None, "called outside a worker"
         # torch guards the record against assignment; users expect the data set they passed, not the one around it.

@@ -14,10 +14,8 @@ import os
 import resource
 import signal
 import sys
-import threading
 import traceback
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +30,7 @@ from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import address_space_bytes, memory_limit_bytes, usable_cpus
 from frameworm.launch.environment import added_to_environment, worker_environment
 from frameworm.launch.failures import is_consequence
+from frameworm.launch.parent import call_after_parent
 from frameworm.launch.process_group import cleanup
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.records.schema import RunRecord
@@ -153,7 +152,8 @@ def settle_rank(job: TrialJob, rank: int) -> None:
     with contextlib.suppress(OSError):
         # Where memory runs out, the kernel shall take this process and not the one that searches.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    _end_with_parent()
+    # Who asked for the trial may be killed. The session is the trial's own, loader processes included.
+    call_after_parent(lambda: os.killpg(0, signal.SIGKILL))
     log = os.open(Path(job.folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -163,19 +163,6 @@ def settle_rank(job: TrialJob, rank: int) -> None:
         mapped, limit = address_space_bytes()
         wanted = (mapped or 0) + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if limit is None else min(wanted, limit),) * 2)
-
-
-def _end_with_parent() -> None:
-    """Who asked for the trial may be killed; the server outlives that for as long as one of its trials does."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os.killpg(0, signal.SIGKILL)  # the session is the trial's own, loader processes included
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def map_libraries() -> None:

@@ -117,7 +117,8 @@ def make_planner(start: Config, machine: MachineFacts, world_size: int) -> Plann
             return None
         kind = (
             *(_micro_batch(resolved), _keeps(resolved), resolved.data.batching, resolved.gpu.mixed_precision),
-            *(resolved.parallel.strategy, resolved.gpu.use_flash_attention, resolved.model.model_dump_json()),
+            *(resolved.parallel.strategy, resolved.parallel.compression, resolved.gpu.fused_optimizer),
+            *(resolved.gpu.use_flash_attention, resolved.model.model_dump_json()),
         )
         if kind not in known:
             known[kind] = _too_large(config, world_size, room_bytes)
