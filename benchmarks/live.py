@@ -109,14 +109,15 @@ class Gate:
                 steps = self.plan.steps
                 self._send("block", {"step_s": wall_s / steps, "thread_s": thread_s / steps})
             self._next_stop = self._next_start = -1
-            if self._asked < self.plan.total - TAIL:
-                word = self._receive()
-                if word == "finish":
-                    self._closed = True
-                    self.on_early_end()
-                    return
-                if word != "go":
-                    raise Over
+            # After the last block too: others have theirs still before them.
+            word = self._receive()
+            if word == "finish":
+                self._closed = True
+                self.on_early_end()
+                return
+            if word not in ("go", "last"):
+                raise Over
+            if word == "go" and self._asked < self.plan.total - TAIL:
                 self._next_start = self._asked + self.plan.lead_in
                 self._next_stop = self._next_start + self.plan.steps
         if self._asked == self._next_start:
@@ -233,9 +234,8 @@ class Live:
         Args:
             early: The plan has more blocks, which are not wanted.
         """
-        if early:
-            with contextlib.suppress(OSError):  # it says below why it is gone
-                self._link.send("finish")
+        with contextlib.suppress(OSError):  # it says below why it is gone
+            self._link.send("finish" if early else "last")
         facts = self._expect("done")
         self.end()
         return facts

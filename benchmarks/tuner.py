@@ -78,23 +78,25 @@ class Case:
     Attributes:
         config: Name of the shipped config, or of the own model.
         goal: How many times as fast as the start, or as the plain loop, it should become.
-        steps: Timed steps of a block.
+        steps: Timed steps of a block of the start.
+        fast_steps: The same of what is fast: blocks should take about as long, and hundreds of milliseconds.
         folder: Its data under DATA; None: made here, or none needed.
     """
 
     config: str
     goal: float
     steps: int
+    fast_steps: int
     folder: str | None = None
 
 
 SHIPPED = {
-    "ag_news": Case("ag_news_single_gpu", 10.0, 200, "ag_news"),
-    "ag_news_optimized": Case("ag_news_single_gpu_optimized", 8.0, 100, "ag_news"),
-    "imdb": Case("imdb_single_gpu", 5.0, 60, "imdb"),
-    "gpt2": Case("gpt2_124m", 1.5, 3),
+    "ag_news": Case("ag_news_single_gpu", 10.0, 100, 3000, "ag_news"),
+    "ag_news_optimized": Case("ag_news_single_gpu_optimized", 8.0, 60, 1000, "ag_news"),
+    "imdb": Case("imdb_single_gpu", 5.0, 50, 400, "imdb"),
+    "gpt2": Case("gpt2_124m", 1.5, 2, 2),
 }
-OWN = {"cnn": Case("cnn", OWN_GOAL, 30), "bert": Case("bert", OWN_GOAL, 30)}
+OWN = {"cnn": Case("cnn", OWN_GOAL, 30, 60), "bert": Case("bert", OWN_GOAL, 30, 60)}
 CASES = {**SHIPPED, **OWN}
 OWN_BATCH = {"cnn": 128, "bert": 64}
 SMALL = {"cnn": "{width: 8, size: 16, samples: 512}", "bert": "{width: 64, layers: 1, length: 32, samples: 512}"}
@@ -158,17 +160,26 @@ class Session:
             "best": str(out / "best.yaml"),
         }
 
-    def race(self, contenders: dict[str, tuple[Train, str, tuple[str, ...]]], steps: int) -> dict[str, Any]:
-        """Trainings that take turns; milliseconds a step, and how many times as fast as each other."""
+    def race(self, contenders: dict[str, tuple[Train, str, tuple[str, ...], int]]) -> dict[str, Any]:
+        """Trainings that take turns; milliseconds a step, and how many times as fast as each other.
+
+        Args:
+            contenders: What trains, its config's path and overrides, and the timed steps of a block.
+        """
         arguments = self.arguments
-        plan = Plan(max(4, min(100, steps)), max(1, steps // 10), steps, arguments.rounds + 1)
-        ends = (f"training.max_steps={plan.total}", "training.epochs=100000", "checkpoint.every_steps=1000000000")
         failures: dict[str, str] = {}
         lives: dict[str, Live] = {}
         warmups: dict[str, Sample] = {}
         facts: dict[str, Any] = {}
         try:
-            for name, (train, path, overrides) in contenders.items():
+            for name, (train, path, overrides, steps) in contenders.items():
+                steps = 3 if arguments.smoke else steps
+                plan = Plan(max(4, min(100, steps)), max(1, steps // 10), steps, arguments.rounds + 1)
+                ends = (
+                    f"training.max_steps={plan.total}",
+                    "training.epochs=100000",
+                    "checkpoint.every_steps=1000000000",
+                )
                 lives[name] = Live(
                     name, train, (path, (*overrides, *ends)), plan, arguments.device, self.folder, arguments.limit
                 )
@@ -219,18 +230,16 @@ def shipped(session: Session) -> list[list[str]]:
             continue
         plain, fast = CONFIGS / f"{case.config}.yaml", CONFIGS / f"{case.config}_fast.yaml"
         overrides, long_run = [f"data.root={_data(session, case)}"], f"training.epochs={LONG_EPOCHS}"
-        steps = 3 if session.arguments.smoke else case.steps
         try:
             tuned = session.tune(plain, (*overrides, long_run), session.arguments.budget, name)
             best = tuned.pop("best")
             session.write(name, {"tune": tuned})  # the race takes minutes, which there may not be
             race = session.race(
                 {
-                    "start": (train_config, str(plain), tuple(overrides)),
-                    "best": (train_config, best, ()),
-                    "fast": (train_config, str(fast), tuple(overrides)),
-                },
-                steps,
+                    "start": (train_config, str(plain), tuple(overrides), case.steps),
+                    "best": (train_config, best, (), case.fast_steps),
+                    "fast": (train_config, str(fast), tuple(overrides), case.fast_steps),
+                }
             )
         except ContenderError as error:
             session.write(name, {"error": str(error)})
@@ -271,11 +280,10 @@ def own(session: Session) -> list[list[str]]:
             session.write(f"own-{name}", {"tune": tuned})
             race = session.race(
                 {
-                    "loop": (own_models.plain_loop, str(path), ()),
-                    "start": (train_config, str(path), ()),
-                    "best": (train_config, best, ()),
-                },
-                3 if smoke else case.steps,
+                    "loop": (own_models.plain_loop, str(path), (), case.steps),
+                    "start": (train_config, str(path), (), case.steps),
+                    "best": (train_config, best, (), case.fast_steps),
+                }
             )
         except ContenderError as error:
             session.write(f"own-{name}", {"error": str(error)})
@@ -293,8 +301,7 @@ def quickstart(session: Session) -> list[list[str]]:
     try:
         tuned = session.tune(path, (), "150s", "quickstart")
         best = tuned.pop("best")
-        contenders = {"start": (train_config, str(path), ()), "best": (train_config, best, ())}
-        race = session.race(contenders, 3 if session.arguments.smoke else 40)
+        race = session.race({"start": (train_config, str(path), (), 40), "best": (train_config, best, (), 40)})
     except ContenderError as error:
         session.write("quickstart", {"error": str(error)})
         return [["quickstart", "failed", str(error)[:60], "", ""]]

@@ -59,7 +59,7 @@ def test_a_block_holds_its_steps_however_far_the_loop_reads_ahead(
     now = [100.0]
     monkeypatch.setattr(live, "perf_counter", lambda: now[0])
     plan = live.Plan(warmup=5, lead_in=2, steps=10, blocks=3)
-    link = Link(["go"] * 3)
+    link = Link(["go"] * 3 + ["last"])
     gate = live.Gate(link, plan, torch.device("cpu"))
     gate.facts["weights"] = 4.0
     trained = 0

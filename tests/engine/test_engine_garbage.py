@@ -6,6 +6,7 @@ import gc
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 from workbench import classification, mlp
@@ -69,6 +70,38 @@ def test_what_the_user_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_what_python_itself_froze_is_no_frozen_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as in a fresh Python 3.12
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    with Collector(True):
+        assert frozen
+
+
+def test_what_the_first_steps_bring_is_set_aside_too() -> None:
+    looked_at: list[int] = []
+
+    def count(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            looked_at.append(len(gc.get_objects()))
+
+    late: list[list[Any]] = []
+    try:
+        with Collector(True) as collector:
+            gc.callbacks.append(count)
+            for number in range(301, 4301):  # a run that goes on
+                collector.before_step(number)
+                if number == 310:
+                    late = [[] for _ in range(50_000)]  # as an import or a compiler does
+    finally:
+        gc.callbacks.remove(count)
+    assert gc.get_freeze_count() == 0
+    assert len(late) == 50_000
+    assert looked_at[0] > 50_000  # once, at step 350
+    assert len(looked_at) == 5  # 350, 1000, 2000, 3000, 4000
+    assert max(looked_at[1:]) < 10_000
 
 
 def _moments(rank: int, world_size: int) -> list[int]:

@@ -39,8 +39,7 @@ def test_off_the_gpu_it_is_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_operation_and_its_gradients(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas_lt, "multiply", cublas_lt.multiply_in_steps)
+def test_the_operation_and_its_gradients(compiled: bool) -> None:
     torch.manual_seed(1)
     layers, inputs = (nn.Linear(8, 16), nn.Linear(16, 24)), torch.randn(3, 4, 8)
 
@@ -83,15 +82,16 @@ def test_the_library_really_does_it(dtype: torch.dtype, monkeypatch: pytest.Monk
     left, right = (torch.randn(size, device="cuda", dtype=dtype) for size in ((64, 32), (48, 32)))
     bias, aside, other = (torch.randn(size, device="cuda", dtype=dtype) for size in ((48,), (64, 48), (64, 48)))
     calls = []
-    monkeypatch.setattr(cublas_lt, "multiply_in_steps", lambda *args: calls.append(args))
-    found = cublas_lt.multiply(left, right, cublas_lt.Ending.GELU_OF_SUM, aside, bias, transposed=True)
+    monkeypatch.setattr(cublas_lt, "_in_steps", lambda *args: calls.append(args))
+    found = cublas_lt.multiply(left, right, cublas_lt.Ending.GELU_OF_SUM, aside, bias, right_transposed=True)
     slope = cublas_lt.multiply(left, right.t().contiguous(), cublas_lt.Ending.GELU_SLOPE, aside)
     monkeypatch.undo()
     assert not calls
-    expected = cublas_lt.multiply_in_steps(left, right, cublas_lt.Ending.GELU_OF_SUM, other, bias, transposed=True)
+    monkeypatch.setattr(cublas_lt, "_suits", lambda *args: False)
+    expected = cublas_lt.multiply(left, right, cublas_lt.Ending.GELU_OF_SUM, other, bias, right_transposed=True)
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
     torch.testing.assert_close(aside, other, atol=0.1, rtol=0.02)
-    expected = cublas_lt.multiply_in_steps(left, right.t(), cublas_lt.Ending.GELU_SLOPE, other)
+    expected = cublas_lt.multiply(left, right.t().contiguous(), cublas_lt.Ending.GELU_SLOPE, other)
     torch.testing.assert_close(slope, expected, atol=0.1, rtol=0.02)
 
 

@@ -214,7 +214,7 @@ class GPUConfig(Section):
         description="false keeps attention off the flash kernels and off our own; cudnn asks for cuDNN's, fast on "
         "Hopper but slow to plan each new shape.",
     )
-    benchmark: bool = Field(default=True, description="Let cuDNN time its algorithms; off in deterministic mode.")
+    benchmark: bool = Field(default=True, description="Let cuDNN and cuBLAS time algorithms; not if deterministic.")
     deterministic: bool = Field(default=False, description="Same seed, same bits; wins over every faster choice.")
     capture: Annotated[Literal["off", "step", "auto"], OffWord] = Field(
         default="off",

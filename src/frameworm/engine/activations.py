@@ -36,6 +36,7 @@ _KEPT = frozenset(
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",
         "torch_attn::_varlen_attn",
+        "frameworm::linear",
         "frameworm::short_attention",
         "frameworm::causal_attention",
         "flex_attention",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from frameworm.models import attention, causal_attention, feed_forward
+from frameworm.models import attention, causal_attention, products
 from frameworm.models.linear_loss import choose_chunk
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ def pretended_device(device: str) -> Iterator[None]:
             stack.enter_context(replaced(owner, "get_rng_state", lambda: state))
             stack.enter_context(replaced(owner, "set_rng_state", lambda _state: None))
         if device == "cuda":
-            stack.enter_context(replaced(feed_forward, "_HAS_LIBRARY", True))
+            stack.enter_context(replaced(products, "_HAS_LIBRARY", True))
             stack.enter_context(replaced(causal_attention, "_HAS_TRITON", True))
             stack.enter_context(replaced(attention, "flash_allowed", torch.backends.cuda.flash_sdp_enabled))
             stack.enter_context(PretendedGPU())

@@ -10,6 +10,8 @@ from types import TracebackType
 
 EVERY_STEPS = 50
 FULL_EVERY_STEPS = 1000
+# Python 3.12 sets a few hundred objects aside by itself; whoever freezes a heap on purpose has many more.
+OWN_FROZEN = 10_000
 # Garbage that holds tensors must not pile up until the next collection: at most this share of the memory.
 MOST_GARBAGE = 0.02
 
@@ -24,7 +26,9 @@ class Collector:
     as many small steps, at a moment nobody chose, and on another rank at another one: all wait for each. So what
     exists when training begins is set aside (a heap that the user has frozen stays as it is), Python's own schedule is
     off, and collections happen before steps whose number all ranks know: 1, 2, 4, ..., then every 50th, each 1000th a
-    full one. Where much memory comes free by that, the next ones are closer together.
+    full one. Where much memory comes free by that, the next ones are closer together. What the first steps have brought
+    (compilers, modules that are imported when they are needed) is set aside too, after 50 steps and then ever more
+    rarely.
 
     Args:
         enabled: Otherwise nothing is done at all. The same where the user has switched the collector off.
@@ -41,6 +45,8 @@ class Collector:
         self._every = EVERY_STEPS
         self._last = 0
         self._next = 0
+        self._first: int | None = None
+        self._settles_after = EVERY_STEPS
         self.note: str | None = None
 
     def __enter__(self) -> Collector:
@@ -49,7 +55,7 @@ class Collector:
         if not self._enabled or not gc.isenabled():
             return self
         gc.collect()
-        if not gc.get_freeze_count():
+        if gc.get_freeze_count() < OWN_FROZEN:
             gc.freeze()
             self._froze = True
         _enable_in_children()
@@ -84,8 +90,16 @@ class Collector:
         """Collect if it is time to; called before every step."""
         if number < self._next or not self._active:
             return
+        if self._first is None:
+            self._first = number
         before = self._held_bytes() if self._held_bytes is not None else 0
-        gc.collect(2 if number % FULL_EVERY_STEPS == 0 else 1)
+        full = number % FULL_EVERY_STEPS == 0
+        settles = number - self._first >= self._settles_after - 1 and (full or self._settles_after == EVERY_STEPS)
+        gc.collect(2 if full or settles else 1)
+        if settles:
+            self._settles_after = max(FULL_EVERY_STEPS, 2 * self._settles_after)
+            if self._froze:
+                gc.freeze()
         if self._held_bytes is not None and self._budget_bytes:
             self._adapt(number - self._last, before - self._held_bytes())
         self._last = number

@@ -1,33 +1,48 @@
-"""Matrix products whose ending is part of them, by cuBLASLt: a bias and a GELU forward, GELU's derivative backward.
+"""Matrix products by cuBLASLt: with an ending that is part of them, and by the kernel that is really the fastest.
 
-torch has no way to ask for these. The library is the one that torch itself has loaded; only what is needed of it is
-declared here. It counts columns first, so a matrix of ours is its transpose to it, and the factors change places.
+torch has no way to ask for either. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the
+library proposes, the first, which torch takes, is often not the fastest: for GPT-2's products on an H200 others take 5
+to 20% less. So the first time that a product's sizes come, the proposals take turns, where algorithms may be timed
+(gpu.benchmark). The library is the one that torch itself has loaded; only what is needed of it is declared here. It
+counts columns first, so a matrix of ours is its transpose to it, and the factors change places.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import math
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import lru_cache
+from statistics import median
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
+_WORKSPACE_BYTES = 64 * 2**20  # twice what NVIDIA advises for Hopper
 _COMPUTE_FP32, _FP32 = 68, 0
-_DTYPES = {torch.bfloat16: 14, torch.float16: 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float16: 2}
 # Attributes of a product and of the search for its kernel.
-_TRANSPOSE_A, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 7, 8, 11, 12
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 4, 7, 8, 11, 12
 _MAX_WORKSPACE = 1
 _ALIGNMENT = 16  # bytes
+# Smaller products are left to torch, which is quicker to launch them: 10 us on an H200.
+LARGE = 2**32  # multiplications
+# Proposals that take turns, how often, launches in each turn, and how much faster than the first another must be.
+_PROPOSALS = 8
+_TURNS, _LAUNCHES = 3, 3
+_FASTER = 0.98
 
 
 class Ending(enum.IntEnum):
     """What happens to the product before it is written."""
 
+    NONE = 1
+    SUM = 4  # adds a bias
     GELU_OF_SUM = 164  # adds a bias, keeps the sum aside, applies GELU in its tanh form
     GELU_SLOPE = 192  # multiplies by GELU's derivative at what was kept aside
 
@@ -48,40 +63,98 @@ class _Found(ctypes.Structure):
     )
 
 
+class _Sizes(NamedTuple):
+    """All that a kernel is chosen by."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    result: torch.dtype
+    ending: Ending
+    left_transposed: bool
+    right_transposed: bool
+    device: int | None
+
+
 def multiply(
-    left: Tensor, right: Tensor, ending: Ending, aside: Tensor, bias: Tensor | None = None, transposed: bool = False
+    left: Tensor,
+    right: Tensor,
+    ending: Ending = Ending.NONE,
+    aside: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    left_transposed: bool = False,
+    right_transposed: bool = False,
+    out: Tensor | None = None,
+    add: bool = False,
 ) -> Tensor:
-    """`left @ right`, or `left @ right.T` where `transposed`, with an ending.
+    """`left @ right` with an ending; by torch's own operations where the library does not suit.
 
     Args:
-        left: [m, k], contiguous, bf16 or fp16; all others alike.
-        right: [k, n], or [n, k] where `transposed`; contiguous.
+        left: [m, k], or [k, m] where `left_transposed`; contiguous.
+        right: [k, n], or [n, k] where `right_transposed`; contiguous, and of the same dtype.
+        ending: Those with GELU are for half precision on a GPU that has the library.
         aside: [m, n]: written by GELU_OF_SUM, read by GELU_SLOPE.
-        bias: [n], for GELU_OF_SUM.
+        bias: [n], for SUM and GELU_OF_SUM.
+        out: [m, n], contiguous: gets the result; may be fp32 beside half-width factors.
+        add: Add to what `out` holds; not with an ending.
     """
-    m, k = left.shape
-    n = right.size(0) if transposed else right.size(1)
-    result = left.new_empty(m, n)
-    if not result.numel():
-        return result
+    m, k = reversed(left.shape) if left_transposed else left.shape
+    n = right.size(0) if right_transposed else right.size(1)
+    result = left.new_empty(m, n) if out is None else out
+    sizes = _Sizes(m, n, k, left.dtype, result.dtype, ending, left_transposed, right_transposed, left.device.index)
+    if not _suits(left, right, result, sizes):
+        return _in_steps(left, right, sizes, aside, bias, result, add)
     with torch.cuda.device(left.device):
-        plan = _plan(m, n, k, left.dtype, ending, transposed, left.device.index)
+        plan = _plan(sizes)
         if plan is None:
-            return multiply_in_steps(left, right, ending, aside, bias, transposed)
-        plan.run(left, right, aside, bias, result)
+            return _in_steps(left, right, sizes, aside, bias, result, add)
+        plan.run(left, right, aside, bias, result, add)
     return result
 
 
-def multiply_in_steps(
-    left: Tensor, right: Tensor, ending: Ending, aside: Tensor, bias: Tensor | None = None, transposed: bool = False
+def _suits(left: Tensor, right: Tensor, result: Tensor, sizes: _Sizes) -> bool:
+    if not left.is_cuda or library() is None or left.dtype == torch.float32 or left.dtype not in _DTYPES:
+        return False
+    m, n, k = sizes[:3]
+    if not (m and n and k) or (sizes.ending in (Ending.NONE, Ending.SUM) and m * n * k < LARGE):
+        return False
+    starts = (item.data_ptr() % _ALIGNMENT == 0 for item in (left, right, result))
+    return fits(n, left.size(1), right.size(1)) and all(starts)
+
+
+def _in_steps(
+    left: Tensor, right: Tensor, sizes: _Sizes, aside: Tensor | None, bias: Tensor | None, result: Tensor, add: bool
 ) -> Tensor:
     """The same by torch's own operations."""
-    product = left @ (right.t() if transposed else right)
-    if ending is Ending.GELU_SLOPE:
+    left, right = (left.t() if sizes.left_transposed else left), (right.t() if sizes.right_transposed else right)
+    if sizes.ending is Ending.NONE:
+        _multiply_into(result, left, right, add)
+        return result
+    if sizes.ending is Ending.SUM:
+        assert bias is not None
+        return torch.addmm(bias, left, right, out=result)
+    assert aside is not None
+    product = left @ right
+    if sizes.ending is Ending.GELU_SLOPE:
         return torch.ops.aten.gelu_backward(product, aside, approximate="tanh")  # type: ignore[no-any-return]
     assert bias is not None
     torch.add(product, bias, out=aside)
     return F.gelu(aside, approximate="tanh")
+
+
+def _multiply_into(total: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+    """`total = left @ right`, or more of it; with an fp32 sum where `total` is, whatever the factors are."""
+    if left.dtype == total.dtype or not left.is_cuda:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+        torch.addmm(total, left, right, beta=1 if add else 0, out=total)
+        return
+    try:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=1 if add else 0, out=total)
+    except RuntimeError:  # a torch whose addmm takes no fp32 sum beside half-width factors
+        product = torch.mm(left, right, out_dtype=total.dtype)
+        total.add_(product) if add else total.copy_(product)
 
 
 @lru_cache
@@ -101,9 +174,9 @@ def fits(*sizes: int) -> bool:
 
 
 class _Plan:
-    """One product's sizes, and the kernel for them."""
+    """One product's sizes, and the kernels for them."""
 
-    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, ending: Ending, transposed: bool) -> None:
+    def __init__(self, sizes: _Sizes) -> None:
         found = library()
         assert found is not None
         self._library = found
@@ -111,59 +184,113 @@ class _Plan:
         self._handle = _handle(torch.cuda.current_device())
         self._product = c_void_p()
         self._call("MatmulDescCreate", byref(self._product), c_int(_COMPUTE_FP32), c_int(_FP32))
-        self._set(_TRANSPOSE_A, c_int(1 if transposed else 0))
-        self._set(_EPILOGUE, c_int(ending))
-        self._set(_AUX_STRIDE, c_int64(n))
-        self._right = self._layout(k, n, dtype) if transposed else self._layout(n, k, dtype)
-        self._left, self._result = self._layout(k, m, dtype), self._layout(n, m, dtype)
-        preference, proposals, count = c_void_p(), (_Found * 1)(), c_int()
+        self._set(_TRANSPOSE_A, c_int(sizes.right_transposed))
+        self._set(_TRANSPOSE_B, c_int(sizes.left_transposed))
+        self._set(_EPILOGUE, c_int(sizes.ending))
+        if sizes.ending in (Ending.GELU_OF_SUM, Ending.GELU_SLOPE):
+            self._set(_AUX_STRIDE, c_int64(sizes.n))
+        m, n, k = sizes[:3]
+        self._right = self._layout(*((k, n) if sizes.right_transposed else (n, k)), sizes.dtype)
+        self._left = self._layout(*((m, k) if sizes.left_transposed else (k, m)), sizes.dtype)
+        self._result = self._layout(n, m, sizes.result)
+        self._proposals = self._propose()
+        self._fastest: int | None = None
+
+    def run(
+        self, left: Tensor, right: Tensor, aside: Tensor | None, bias: Tensor | None, result: Tensor, add: bool
+    ) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        workspace = _workspace(torch.cuda.current_device(), stream)
+
+        def launch(number: int, target: Tensor = result) -> None:
+            self._launch(number, left, right, target, add, workspace, stream)
+
+        with self._lock:
+            if aside is not None:
+                self._set(_AUX, c_void_p(aside.data_ptr()))
+            if bias is not None:
+                self._set(_BIAS, c_void_p(bias.data_ptr()))
+            launch(self._choose(launch, result, add))
+
+    def _launch(
+        self, number: int, left: Tensor, right: Tensor, result: Tensor, add: bool, workspace: Tensor, stream: int
+    ) -> None:
+        one, beta = c_float(1), c_float(1 if add else 0)
+        target = c_void_p(result.data_ptr())
+        self._call(
+            "Matmul",
+            self._handle,
+            self._product,
+            byref(one),
+            c_void_p(right.data_ptr()),
+            self._right,
+            c_void_p(left.data_ptr()),
+            self._left,
+            byref(beta),
+            target,
+            self._result,
+            target,
+            self._result,
+            byref(self._proposals[number]),
+            c_void_p(workspace.data_ptr()),
+            c_size_t(_WORKSPACE_BYTES),
+            c_void_p(stream),
+        )
+
+    def _choose(self, launch: Callable[[int, Tensor], None], result: Tensor, add: bool) -> int:
+        """The proposal to take: the first, or the fastest where algorithms may be timed and nothing is recorded."""
+        if not torch.backends.cudnn.benchmark or len(self._proposals) == 1:
+            return 0
+        if self._fastest is None:
+            if torch.cuda.is_current_stream_capturing():
+                return 0
+            try:
+                # What is added to must not be added to again and again.
+                self._fastest = self._race(launch, torch.empty_like(result) if add else result)
+            except torch.cuda.OutOfMemoryError:
+                return 0
+        return self._fastest
+
+    def _race(self, launch: Callable[[int, Tensor], None], target: Tensor) -> int:
+        """Let the proposals take turns; which of them took least."""
+        taken_s: list[list[float]] = [[] for _ in self._proposals]
+        for _ in range(_TURNS):
+            for number, figures in enumerate(taken_s):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                try:
+                    launch(number, target)
+                    begin.record()
+                    for _ in range(_LAUNCHES):
+                        launch(number, target)
+                    end.record()
+                except _CublasError:  # proposed, but not for these addresses
+                    figures.append(math.inf)
+                    continue
+                end.synchronize()
+                figures.append(begin.elapsed_time(end))
+        medians = [median(figures) for figures in taken_s]
+        fastest = min(range(len(medians)), key=medians.__getitem__)
+        return fastest if medians[fastest] < _FASTER * medians[0] else 0
+
+    def _propose(self) -> list[ctypes.Array[c_uint64]]:
+        preference, found, count = c_void_p(), (_Found * _PROPOSALS)(), c_int()
         self._call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(_WORKSPACE_BYTES)
         self._call("MatmulPreferenceSetAttribute", preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8))
-        layouts = (self._right, self._left, self._result, self._result)
         self._call(
             "MatmulAlgoGetHeuristic",
             self._handle,
             self._product,
-            *layouts,
+            *(self._right, self._left, self._result, self._result),
             preference,
-            c_int(1),
-            proposals,
+            c_int(_PROPOSALS),
+            found,
             byref(count),
         )
         self._call("MatmulPreferenceDestroy", preference)
         if not count.value:
             raise _CublasError("no kernel for these sizes")
-        self._algorithm = proposals[0].algorithm
-
-    def run(self, left: Tensor, right: Tensor, aside: Tensor, bias: Tensor | None, result: Tensor) -> None:
-        one, zero = c_float(1), c_float(0)
-        stream = torch.cuda.current_stream().cuda_stream
-        workspace = _workspace(torch.cuda.current_device(), stream)
-        target = c_void_p(result.data_ptr())
-        with self._lock:
-            self._set(_AUX, c_void_p(aside.data_ptr()))
-            if bias is not None:
-                self._set(_BIAS, c_void_p(bias.data_ptr()))
-            self._call(
-                "Matmul",
-                self._handle,
-                self._product,
-                byref(one),
-                c_void_p(right.data_ptr()),
-                self._right,
-                c_void_p(left.data_ptr()),
-                self._left,
-                byref(zero),
-                target,
-                self._result,
-                target,
-                self._result,
-                byref(self._algorithm),
-                c_void_p(workspace.data_ptr()),
-                c_size_t(_WORKSPACE_BYTES),
-                c_void_p(stream),
-            )
+        return [item.algorithm for item in found[: count.value]]
 
     def _layout(self, rows: int, columns: int, dtype: torch.dtype) -> c_void_p:
         layout = c_void_p()
@@ -188,12 +315,10 @@ def _checked(found: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 @lru_cache(maxsize=256)
-def _plan(
-    m: int, n: int, k: int, dtype: torch.dtype, ending: Ending, transposed: bool, device: int | None
-) -> _Plan | None:
+def _plan(sizes: _Sizes) -> _Plan | None:
     """The plan for these sizes; None where the library has no kernel for them."""
     try:
-        return _Plan(m, n, k, dtype, ending, transposed)
+        return _Plan(sizes)
     except _CublasError:
         return None
 

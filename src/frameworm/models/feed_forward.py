@@ -13,23 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.models import cublas_lt
-from frameworm.models.stream import autocast_dtype, computes_in_half
-
-_HAS_LIBRARY = cublas_lt.library() is not None  # asked here: the compiler cannot trace the question
+from frameworm.models.products import product, runs_here
+from frameworm.models.stream import autocast_dtype
 
 
 def feed_forward(inputs: Tensor, expand: nn.Linear, contract: nn.Linear) -> Tensor:
     """GELU in its tanh form between two linear layers; fused where that runs: half precision on a GPU."""
     widths = (expand.in_features, expand.out_features, contract.out_features)
-    fits = expand.bias is not None and cublas_lt.fits(*widths)
-    if not (inputs.is_cuda and _HAS_LIBRARY and computes_in_half(inputs) and fits):
+    if expand.bias is None or not runs_here(inputs, *widths):
         result: Tensor = contract(F.gelu(expand(inputs), approximate="tanh"))
         return result
     dtype = autocast_dtype(inputs)
     rows, weights = inputs.to(dtype).flatten(0, -2), (expand.weight, expand.bias, contract.weight)
-    product: Tensor = _feed_forward(rows, *(item.to(dtype) for item in weights))[0]
-    product = product.view(*inputs.shape[:-1], -1)
-    return product if contract.bias is None else product + contract.bias.to(dtype)
+    result = _feed_forward(rows, *(item.to(dtype) for item in weights))[0].view(*inputs.shape[:-1], -1)
+    return result if contract.bias is None else result + contract.bias.to(dtype)
 
 
 @torch.library.custom_op(
@@ -46,9 +43,9 @@ def _feed_forward(inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor
         cublas_lt.Ending.GELU_OF_SUM,
         sums,
         bias.contiguous(),
-        transposed=True,
+        right_transposed=True,
     )
-    return activated @ contract.t(), activated, sums
+    return cublas_lt.multiply(activated, contract.contiguous(), right_transposed=True), activated, sums
 
 
 @torch.library.custom_op(
@@ -83,7 +80,8 @@ def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tupl
         return None, None, None, None
     rows, expand, contract, activated, sums = ctx.saved_tensors
     to_sums = _gelu_slope(gradient, contract, sums)
-    return to_sums @ expand, to_sums.t() @ rows, to_sums.sum(0), gradient.t() @ activated
+    to_rows, to_expand = product(to_sums, expand, False), product(to_sums, rows, True)
+    return to_rows, to_expand, to_sums.sum(0), product(gradient, activated, True)
 
 
 _feed_forward.register_autograd(_backward, setup_context=_save)

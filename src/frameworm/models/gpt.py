@@ -14,6 +14,7 @@ from frameworm.errors import ModelError
 from frameworm.models.causal_attention import causal_attention, suits_causal_kernels
 from frameworm.models.feed_forward import feed_forward
 from frameworm.models.linear_loss import linear_cross_entropy
+from frameworm.models.products import linear
 from frameworm.models.stream import Residual, as_stream, linear_parameters
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
@@ -139,12 +140,15 @@ class DecoderLayer(nn.Module):
         project = self.query_key_value
         if self.own_kernels and suits_causal_kernels(hidden, self.n_heads):
             # The gradient of the bias comes from attention itself.
-            heads = F.linear(hidden, project.weight, project.bias.detach()).view(sizes)
+            heads = linear(hidden, project, bias_gradient=False).view(sizes)
             mixed = causal_attention(heads, project.bias)
         else:
             query, key, value = project(hidden).view(sizes).permute(2, 0, 3, 1, 4).unbind(0)
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-        result: Tensor = self.attention_output(mixed.reshape(batch, length, width))
+        mixed = mixed.reshape(batch, length, width)
+        if self.own_kernels:
+            return linear(mixed, self.attention_output)
+        result: Tensor = self.attention_output(mixed)
         return result
 
 

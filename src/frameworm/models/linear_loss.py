@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from frameworm.errors import ModelError
+from frameworm.models.cublas_lt import multiply
 
 LOGITS_BYTES = 2**30  # of one chunk: large enough for fast matrix products, small beside the model
 _FEWEST_TOKENS = 1024
@@ -75,17 +76,17 @@ def _linear_cross_entropy(
     to_rows = _rows_on(hidden.device.type)
     targets = targets.contiguous()
     with torch.autocast(hidden.device.type, enabled=False):
-        head = weight.to(hidden.dtype)
+        hidden, head = hidden.contiguous(), weight.to(hidden.dtype).contiguous()
         buffer = hidden.new_empty(min(chunk, tokens), vocabulary)
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
             inputs = hidden[part]
             logits = buffer[: inputs.size(0)]
-            torch.mm(inputs, head.t(), out=logits)
+            multiply(inputs, head, right_transposed=True, out=logits)
             to_rows(logits, targets[part], losses[part], ignore_index, with_gradients)
             if with_gradients:  # `logits` now holds their gradient
-                torch.mm(logits, head, out=grad_hidden[part])
-                _accumulate(grad_weight, logits.t(), inputs, first=start == 0)
+                multiply(logits, head, out=grad_hidden[part])
+                multiply(logits, inputs, left_transposed=True, out=grad_weight, add=start > 0)
     count = (targets != ignore_index).sum().clamp(min=1).float()
     return losses.sum() / count, count, grad_hidden, grad_weight
 
@@ -136,19 +137,6 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tup
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_save)
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """`total += left @ right` with an fp32 sum, whatever the factors are."""
-    beta = 0 if first else 1
-    if left.dtype != total.dtype and left.is_cuda:
-        try:
-            torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-        except RuntimeError:  # a torch whose addmm takes no fp32 sum beside half-width factors
-            product = torch.mm(left, right, out_dtype=total.dtype)
-            total.copy_(product) if first else total.add_(product)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
 @lru_cache

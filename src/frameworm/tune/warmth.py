@@ -23,8 +23,9 @@ _LEAST_STEPS = 3
 _LATELY = 32
 # Where no shape has come back after so many steps, none will.
 _NO_REPEATS = 32
-# Beside a step of this length what a new shape costs is small.
+# Beside a step of this length what a new shape costs is small; more so where the device has more to do than the host.
 _LONG_STEP_S = 0.5
+_LONG_DEVICE_STEP_S = 0.05
 # Steps are even while their mean lies no further above what the quicker ones take.
 _EVEN = 1.3
 # So many windows are waited for that steps become even; a run may be uneven by nature.
@@ -68,7 +69,8 @@ class Warmth:
             return "faster"
         device_bound = ahead_s > _AHEAD * step_s
         share = self._cold_share(step_s)
-        if share is None and not device_bound and step_s < _LONG_STEP_S and len(self._notes) < _NO_REPEATS:
+        long_s = _LONG_DEVICE_STEP_S if device_bound else _LONG_STEP_S
+        if share is None and step_s < long_s and len(self._notes) < _NO_REPEATS:
             return "cold"
         if share is not None and share > _COLD_SHARE:
             return "cold"

@@ -1,0 +1,179 @@
+"""Linear layers whose products run by the fastest kernel of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frameworm.models import cublas_lt, products
+from frameworm.models.cublas_lt import Ending, multiply
+from frameworm.models.products import linear
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+Function = Callable[[Tensor, nn.Linear], Tensor]
+
+
+@pytest.fixture
+def library_does_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small products too, and none by torch's own operations."""
+
+    def refuse(*arguments: object) -> Tensor:
+        raise AssertionError("left to torch")
+
+    monkeypatch.setattr(cublas_lt, "LARGE", 0)
+    monkeypatch.setattr(cublas_lt, "_in_steps", refuse)
+    cublas_lt._plan.cache_clear()
+    yield
+    cublas_lt._plan.cache_clear()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+
+def plain(inputs: Tensor, layer: nn.Linear) -> Tensor:
+    return F.linear(inputs, layer.weight, layer.bias)
+
+
+def results(function: Function, inputs: Tensor, layer: nn.Linear) -> list[Tensor]:
+    """The result and all gradients."""
+    inputs = inputs.detach().clone().requires_grad_()
+    result = function(inputs, layer)
+    total = (result.float() * torch.linspace(-1, 1, result.size(-1), device=result.device)).sum()
+    return [result.detach().float(), *torch.autograd.grad(total, (inputs, *layer.parameters()))]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_off_the_gpu_it_is_the_plain_one(bias: bool) -> None:
+    layer, inputs = nn.Linear(8, 16, bias), torch.randn(3, 4, 8)
+    for mine, theirs in zip(results(linear, inputs, layer), results(plain, inputs, layer), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_gradient_of_the_bias_may_come_from_elsewhere() -> None:
+    layer = nn.Linear(8, 16)
+    linear(torch.randn(3, 8), layer, bias_gradient=False).sum().backward()
+    assert layer.bias.grad is None
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_operation_and_its_gradients(compiled: bool, bias: bool) -> None:
+    torch.manual_seed(1)
+    layer, inputs = nn.Linear(8, 16, bias), torch.randn(3, 4, 8)
+
+    def whole(inputs: Tensor, layer: nn.Linear) -> Tensor:
+        result: Tensor = products._linear(inputs.flatten(0, -2), layer.weight, layer.bias)
+        return result.view(3, 4, -1)
+
+    function: Function = torch.compile(whole, backend="aot_eager", fullgraph=True) if compiled else whole
+    for mine, theirs in zip(results(function, inputs, layer), results(plain, inputs, layer), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("left_transposed", [False, True])
+@pytest.mark.parametrize("right_transposed", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_products_by_torchs_own_operations(left_transposed: bool, right_transposed: bool, add: bool) -> None:
+    left, right, out = torch.randn(5, 3), torch.randn(3, 4), torch.full((5, 4), float("nan"))
+    expected = left @ right
+    if add:
+        out.fill_(7.0)
+        expected = expected + 7.0
+    found = multiply(
+        left.t().contiguous() if left_transposed else left,
+        right.t().contiguous() if right_transposed else right,
+        left_transposed=left_transposed,
+        right_transposed=right_transposed,
+        out=out,
+        add=add,
+    )
+    assert found is out
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.usefixtures("library_does_all", "timed")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 16), (3, 43, 64, 96), (2, 300, 768, 2304)])
+def test_near_to_fp32(shape: tuple[int, int, int, int], compiled: bool) -> None:
+    batch, length, width, wider = shape
+    torch.manual_seed(4)
+    layer, inputs = nn.Linear(width, wider, device="cuda"), torch.randn(batch, length, width, device="cuda")
+    function: Function = torch.compile(linear) if compiled else linear
+    reference = results(plain, inputs, layer)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, usual = results(function, inputs, layer), results(plain, inputs, layer)
+    for mine, theirs, right in zip(ours, usual, reference, strict=True):
+        scale = right.abs().max()
+        assert mine.dtype == right.dtype
+        assert (mine - right).abs().max() / scale < 1.5 * (theirs - right).abs().max() / scale + 4e-3
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.usefixtures("library_does_all", "timed")
+@pytest.mark.parametrize("left_transposed", [False, True])
+@pytest.mark.parametrize("right_transposed", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float32])
+def test_the_library_really_does_it(
+    left_transposed: bool, right_transposed: bool, add: bool, result: torch.dtype
+) -> None:
+    torch.manual_seed(5)
+    left, right = (torch.randn(size, device="cuda").bfloat16() for size in ((96, 64), (64, 48)))
+    out = torch.full((96, 48), 2.0 if add else float("nan"), device="cuda", dtype=result)
+    multiply(
+        left.t().contiguous() if left_transposed else left,
+        right.t().contiguous() if right_transposed else right,
+        left_transposed=left_transposed,
+        right_transposed=right_transposed,
+        out=out,
+        add=add,
+    )
+    torch.testing.assert_close(out.float(), left.float() @ right.float() + (2.0 if add else 0.0), atol=0.15, rtol=0.01)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.usefixtures("library_does_all", "timed")
+def test_kernels_are_timed_once_and_not_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = []
+    race = cublas_lt._Plan._race
+    monkeypatch.setattr(cublas_lt._Plan, "_race", lambda self, *args: races.append(1) or race(self, *args))
+    left, right = (torch.randn(256, 256, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(left)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        cublas_lt._workspace(torch.cuda.current_device(), side.cuda_stream)
+        with torch.cuda.graph(graph, stream=side):
+            multiply(left, right, out=out)
+    assert not races
+    graph.replay()
+    replayed = out.clone()
+    for _ in range(3):
+        multiply(left, right, out=out)
+    assert len(races) == 1
+    torch.testing.assert_close(out, replayed, atol=0.2, rtol=0.02)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    first = multiply(left, right).clone()
+    assert torch.equal(first, multiply(left, right))
+    assert len(races) == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("ending", [Ending.NONE, Ending.SUM])
+def test_small_products_are_torchs(ending: Ending) -> None:
+    left, right = (torch.randn(64, 64, device="cuda").bfloat16() for _ in range(2))
+    bias = torch.randn(64, device="cuda").bfloat16()
+    expected = left @ right if ending is Ending.NONE else torch.addmm(bias, left, right)
+    assert torch.equal(multiply(left, right, ending, bias=bias), expected)
