@@ -209,7 +209,8 @@ class Session:
         settings = {
             key: str(value) if isinstance(value, Path) else value for key, value in vars(self.arguments).items()
         }
-        settings.pop("data", None)
+        for place in ("data", "results"):
+            settings.pop(place)
         path = write_results(f"tuner-{name}", self.device, settings, results, self.arguments.results)
         tell_progress(f"wrote {path.name}")
 

@@ -2,9 +2,10 @@
 
 torch has no way to ask for either. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the
 library proposes, the first, which torch takes, is often not the fastest: for GPT-2's products on an H200 others take 5
-to 20% less. So the first time that a product's sizes come, the proposals take turns, where algorithms may be timed
-(gpu.benchmark). The library is the one that torch itself has loaded; only what is needed of it is declared here. It
-counts columns first, so a matrix of ours is its transpose to it, and the factors change places.
+to 20% less, one by one; a whole pass gains 0.7%, because the power limit then lowers the clock. So the first time that
+a product's sizes come, the proposals take turns, where algorithms may be timed (gpu.benchmark). The library is the one
+that torch itself has loaded; only what is needed of it is declared here. It counts columns first, so a matrix of ours
+is its transpose to it, and the factors change places.
 """
 
 from __future__ import annotations
