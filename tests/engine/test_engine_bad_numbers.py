@@ -17,8 +17,10 @@ from workbench import Steps, classification, mlp, parameters
 
 from frameworm import Trainer
 from frameworm.data.loader import OptimizedDataLoader
+from frameworm.engine import loop
 from frameworm.engine.spikes import FEWEST, SpikeWatch, spike_begins
 from frameworm.errors import BadNumbersError, DataError
+from frameworm.observe import phases
 from frameworm.records.writer import read_steps
 
 
@@ -103,6 +105,27 @@ def test_too_many_in_a_row_stop_the_training_and_say_where(tmp_path: Path) -> No
     assert set(account["parameters_with_bad_gradients"]) == {name for name, _ in model.named_parameters()}
     assert torch.isfinite(parameters(model)).all()
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+
+
+def test_what_becomes_known_late_is_still_told_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deliver, waiting = loop.TrainingLoop._deliver, []
+    seen = [0]
+
+    def late(self: Any, finished: list[Any]) -> None:
+        seen[0] += len(finished)
+        waiting.extend(finished)
+        if seen[0] <= 2 or seen[0] > 8:  # the first bad step is known at once; after the others good ones have followed
+            known = waiting[:]
+            waiting.clear()
+            deliver(self, known)
+
+    monkeypatch.setattr(phases, "HAND_OUT_EVERY_S", 0.0)
+    monkeypatch.setattr(loop.TrainingLoop, "_deliver", late)
+    model = mlp()
+    with pytest.raises(BadNumbersError, match="step 6 was the 3rd bad one in a row"):
+        trainer(model, tmp_path / "run", max_bad_steps=3).train(loader(poisoned(60, 5, 14, 17, 21)))
+    account = json.loads((tmp_path / "run/bad-numbers-rank0.json").read_text())
+    assert set(account["parameters_with_bad_gradients"]) == {name for name, _ in model.named_parameters()}
 
 
 class OneBadGradient(nn.Module):

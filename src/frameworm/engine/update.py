@@ -47,7 +47,7 @@ class Update:
 
     Attributes:
         look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
-        finite: For each parameter with a gradient, whether that was finite in the last step that was looked at.
+        finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Update:
             else:
                 gradients = self._sharded_by.own_gradients(self._parameters)
             if self.look and gradients:
-                self.finite = _finite(gradients)
+                self._note(_finite(gradients))
             self.grad_norm = self._weigh_and_clip(gradients, factor)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
@@ -179,6 +179,16 @@ class Update:
             return norm
         torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def _note(self, finite: torch.Tensor) -> None:
+        """Keep it unless all is well: who asks about a bad step does so later, when good ones may have followed."""
+        before = self.finite
+        if self._on_cpu:
+            self.finite = before if finite.all() else finite
+        elif before is None or before.shape != finite.shape or torch.cuda.is_current_stream_capturing():
+            self.finite = finite
+        else:  # without asking the device
+            self.finite = torch.where(finite.all(), before, finite)
 
     def clear(self) -> None:
         """Forget the gradients."""
