@@ -172,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     context = multiprocessing.get_context("forkserver")
