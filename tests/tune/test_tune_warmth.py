@@ -231,3 +231,11 @@ def test_the_same_steps_are_compared_window_by_window() -> None:
     stored = TrialResult.from_json(json.loads(json.dumps(second.to_json())))
     assert stored.times_as_fast_as(first) == second.times_as_fast_as(first)
     assert stored.steps == second.steps
+
+
+@pytest.mark.parametrize(("step_s", "state"), [(0.02, "cold"), (0.2, "warm")])
+def test_short_steps_of_new_shapes_are_cold_however_busy_the_device_is(step_s: float, state: str) -> None:
+    warmth = Warmth()
+    notes = [StepNote(step_s, 0) for _ in range(4)]  # no shape has come back yet
+    warmth.look(4 * step_s, notes, ahead_s=step_s)
+    assert warmth.look(4 * step_s, notes, ahead_s=step_s) == state

@@ -1,11 +1,10 @@
 """Matrix products by cuBLASLt: with an ending that is part of them, and by the kernel that is really the fastest.
 
 torch has no way to ask for either. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the
-library proposes, the first, which torch takes, is often not the fastest: for GPT-2's products on an H200 others take 5
-to 20% less, one by one; a whole pass gains 0.7%, because the power limit then lowers the clock. So the first time that
-a product's sizes come, the proposals take turns, where algorithms may be timed (gpu.benchmark). The library is the one
-that torch itself has loaded; only what is needed of it is declared here. It counts columns first, so a matrix of ours
-is its transpose to it, and the factors change places.
+library proposes, the first, which torch takes, is often not the fastest. So the first time that a product's sizes come,
+the proposals take turns, where algorithms may be timed (gpu.benchmark). What that brings to a whole step is less than
+to one product where power limits the clock. The library is the one that torch itself has loaded; only what is needed of
+it is declared here. It counts columns first, so a matrix of ours is its transpose to it, and the factors change places.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float16: 2}
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 4, 7, 8, 11, 12
 _MAX_WORKSPACE = 1
 _ALIGNMENT = 16  # bytes
-# Smaller products are left to torch, which is quicker to launch them: 10 us on an H200.
+# Smaller products are left to torch, which is quicker to launch them. A choice, not a measurement.
 LARGE = 2**32  # multiplications
 # Proposals that take turns, how often, launches in each turn, and how much faster than the first another must be.
 _PROPOSALS = 8
