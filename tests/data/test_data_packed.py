@@ -23,6 +23,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.packed import PackedTexts, batches_of, packable, packing_of, round_capacity, spare_sequences
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.data.resident import ResidentTexts, fits_device, resident_bytes
+from frameworm.data.sampling import StepSampler
 from frameworm.data.steps import StepSource
 from frameworm.data.text import TextDataset, TokenBlocks
 from frameworm.data.tokenizer import load_tokenizer
@@ -320,6 +321,19 @@ def test_the_next_epoch_is_drawn_ahead() -> None:
             thread.join(10)
     assert loader.sampler is not None
     assert loader.sampler.has_order(11)
+
+
+def test_the_next_epochs_rows_are_put_together_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = packing_of(random_texts(200))
+    plan, alone = (ChunkPlan(packing, StepSampler(200, 4, 4, seed=3), epochs=6) for _ in range(2))
+    plan.prepare(1)
+    plan._wait_for(1)
+    monkeypatch.setattr(plan, "_rows", lambda epoch, start: pytest.fail("put together again"))
+    assert np.array_equal(plan.rows(1), alone.rows(1))
+    monkeypatch.undo()
+    plan.prepare(2)
+    assert np.array_equal(plan.rows(2, 7), alone.rows(2, 7))  # a resumed epoch begins later
+    assert np.array_equal(plan.rows(1), alone.rows(1))  # and an earlier one can be read again
 
 
 def test_steps_come_through_the_whole_chain() -> None:

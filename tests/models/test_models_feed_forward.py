@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from frameworm.models import cublas_lt
 from frameworm.models import feed_forward as module
+from frameworm.models.cublas_plan import Ending
 from frameworm.models.feed_forward import feed_forward
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,8 +47,9 @@ def test_the_operation_and_its_gradients(compiled: bool) -> None:
 
     def whole(inputs: Tensor, expand: nn.Linear, contract: nn.Linear) -> Tensor:
         rows = inputs.flatten(0, -2)
-        product: Tensor = module._feed_forward(rows, expand.weight, expand.bias, contract.weight)[0]
-        return product.view(3, 4, -1) + contract.bias
+        weights = (expand.weight, expand.bias, contract.weight, contract.bias)
+        product: Tensor = module._feed_forward(rows, *weights, None)[0]
+        return product.view(3, 4, -1)
 
     function: Function = torch.compile(whole, backend="aot_eager", fullgraph=True) if compiled else whole
     for mine, theirs in zip(results(function, inputs, *layers), results(plain, inputs, *layers), strict=True):
@@ -80,22 +82,22 @@ def test_the_library_really_does_it(dtype: torch.dtype, monkeypatch: pytest.Monk
     bias, aside, other = (torch.randn(size, device="cuda", dtype=dtype) for size in ((48,), (64, 48), (64, 48)))
     calls = []
     monkeypatch.setattr(cublas_lt, "_in_steps", lambda *args: calls.append(args))
-    found = cublas_lt.multiply(left, right, cublas_lt.Ending.GELU_OF_SUM, aside, bias, right_transposed=True)
-    slope = cublas_lt.multiply(left, right.t().contiguous(), cublas_lt.Ending.GELU_SLOPE, aside)
+    found = cublas_lt.multiply(left, right, Ending.GELU_OF_SUM, aside, bias, right_transposed=True)
+    slope = cublas_lt.multiply(left, right.t().contiguous(), Ending.GELU_SLOPE, aside)
     monkeypatch.undo()
     assert not calls
     monkeypatch.setattr(cublas_lt, "_suits", lambda *args: False)
-    expected = cublas_lt.multiply(left, right, cublas_lt.Ending.GELU_OF_SUM, other, bias, right_transposed=True)
+    expected = cublas_lt.multiply(left, right, Ending.GELU_OF_SUM, other, bias, right_transposed=True)
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
     torch.testing.assert_close(aside, other, atol=0.1, rtol=0.02)
-    expected = cublas_lt.multiply(left, right.t().contiguous(), cublas_lt.Ending.GELU_SLOPE, other)
+    expected = cublas_lt.multiply(left, right.t().contiguous(), Ending.GELU_SLOPE, other)
     torch.testing.assert_close(slope, expected, atol=0.1, rtol=0.02)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_without_a_kernel_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas_lt, "_plan", lambda *sizes: None)
+    monkeypatch.setattr(cublas_lt, "plan_for", lambda *sizes: None)
     layers, inputs = (nn.Linear(64, 96), nn.Linear(96, 64)), torch.randn(5, 64)
     layers, inputs = tuple(layer.cuda() for layer in layers), inputs.cuda()  # type: ignore[assignment]
     with torch.autocast("cuda", torch.bfloat16):

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from half_precision import assert_as_near
 from torch import Tensor, nn
 
-from frameworm.models import cublas_lt, products
-from frameworm.models.cublas_lt import Ending, multiply
+from frameworm.models import cublas_lt, cublas_plan, products
+from frameworm.models.cublas_lt import multiply
+from frameworm.models.cublas_plan import Ending
 from frameworm.models.products import linear
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,9 +28,9 @@ def library_does_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(cublas_lt, "LARGE", 0)
     monkeypatch.setattr(cublas_lt, "_in_steps", refuse)
-    cublas_lt._plan.cache_clear()
+    cublas_plan.plan_for.cache_clear()
     yield
-    cublas_lt._plan.cache_clear()
+    cublas_plan.plan_for.cache_clear()
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_the_operation_and_its_gradients(compiled: bool, bias: bool) -> None:
     layer, inputs = nn.Linear(8, 16, bias), torch.randn(3, 4, 8)
 
     def whole(inputs: Tensor, layer: nn.Linear) -> Tensor:
-        result: Tensor = products._linear(inputs.flatten(0, -2), layer.weight, layer.bias)
+        result: Tensor = products._linear(inputs.flatten(0, -2), layer.weight, layer.bias, None)
         return result.view(3, 4, -1)
 
     function: Function = torch.compile(whole, backend="aot_eager", fullgraph=True) if compiled else whole
@@ -81,7 +82,8 @@ def test_the_operation_and_its_gradients(compiled: bool, bias: bool) -> None:
 def multiply_laid(left: Tensor, right: Tensor, transposed: tuple[bool, bool], out: Tensor, add: bool) -> Tensor:
     """`left @ right`, with factors that lie transposed in memory where that is asked for."""
     factors = (item.t().contiguous() if other else item for item, other in zip((left, right), transposed))
-    return multiply(*factors, left_transposed=transposed[0], right_transposed=transposed[1], out=out, add=add)
+    onto = out if add else None
+    return multiply(*factors, left_transposed=transposed[0], right_transposed=transposed[1], out=out, onto=onto)
 
 
 @pytest.mark.parametrize("left_transposed", [False, True])
@@ -95,6 +97,20 @@ def test_products_by_torchs_own_operations(left_transposed: bool, right_transpos
         expected = expected + 7.0
     assert multiply_laid(left, right, (left_transposed, right_transposed), out, add) is out
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_stream_is_added_inside(bias: bool) -> None:
+    torch.manual_seed(2)
+    layer, inputs = nn.Linear(8, 16, bias), torch.randn(5, 8)
+    streams = [torch.randn(5, 16, requires_grad=True)] * 2
+    mine = products._linear(inputs, layer.weight, layer.bias, streams[0])
+    theirs = streams[1] + plain(inputs, layer)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(linear(inputs, layer, streams[0]), theirs)
+    wanted = (streams[0], *layer.parameters())
+    for one, other in zip(torch.autograd.grad(mine.sum(), wanted), torch.autograd.grad(theirs.sum(), wanted)):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.gpu
@@ -133,16 +149,37 @@ def test_the_library_really_does_it(
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.usefixtures("library_does_all", "timed")
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_library_adds_a_stream(bias: bool) -> None:
+    torch.manual_seed(6)
+    layer, inputs = nn.Linear(64, 96, bias, device="cuda"), torch.randn(200, 64, device="cuda")
+    stream = torch.randn(200, 96, device="cuda")
+    streams = [item.detach().clone().requires_grad_() for item in (stream.bfloat16(), stream)]
+    with torch.autocast("cuda", torch.bfloat16):
+        mine = linear(inputs, layer, streams[0])
+    theirs = streams[1] + plain(inputs, layer)
+    assert mine.dtype == torch.bfloat16
+    torch.testing.assert_close(mine.float(), theirs, atol=0.05, rtol=0.02)
+    given = torch.randn(200, 96, device="cuda")
+    ours = torch.autograd.grad((mine.float() * given).sum(), (streams[0], *layer.parameters()))
+    right = torch.autograd.grad((theirs * given).sum(), (streams[1], *layer.parameters()))
+    for one, other in zip(ours, right, strict=True):
+        assert (one.float() - other).abs().max() < 0.02 * other.abs().max()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.usefixtures("library_does_all", "timed")
 def test_kernels_are_timed_once_and_not_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     races = []
-    race = cublas_lt._Plan._race
-    monkeypatch.setattr(cublas_lt._Plan, "_race", lambda self, *args: races.append(1) or race(self, *args))
+    race = cublas_plan.Plan._race
+    monkeypatch.setattr(cublas_plan.Plan, "_race", lambda self, *args: races.append(1) or race(self, *args))
     left, right = (torch.randn(256, 256, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(left)
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        cublas_lt._workspace(torch.cuda.current_device(), side.cuda_stream)
+        cublas_plan._workspace(torch.cuda.current_device(), side.cuda_stream)
         with torch.cuda.graph(graph, stream=side):
             multiply(left, right, out=out)
     assert not races

@@ -156,6 +156,40 @@ def test_checkpoints_and_validation_are_seen_in_short_steps_too(device: Device) 
             assert sum(item.phases.values()) == pytest.approx(item.step_s)
 
 
+def test_what_the_clock_itself_takes_is_no_wait_for_data(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried = device_clock._Group
+
+    def carry(steps: list[Any]) -> Any:
+        device.work(0.0005)
+        return carried(steps)
+
+    monkeypatch.setattr(device_clock, "_Group", carry)
+    clock, timed = CudaClock(torch.device("cuda")), []
+    for number in range(3 * GROUP_STEPS):
+        clock.mark(OTHER)
+        device.work(1.5e-6, host_s=0.001)
+        clock.mark(DATA_WAIT)
+        device.work(0.03)
+        clock.mark(FORWARD)
+        timed += clock.end_step(number, ())
+    assert [item.phases[DATA_WAIT] + item.phases[TRANSFER] for item in timed] == [0.0] * len(timed)
+    assert timed[GROUP_STEPS].phases[OTHER] == pytest.approx(0.0005 + 1.5e-6)
+    assert all(sum(item.phases.values()) == pytest.approx(item.step_s) for item in timed)
+
+
+def test_validation_does_not_make_steps_long(device: Device) -> None:
+    """All steps after it would be divided, and an epoch's beginning weigh more than it does."""
+    clock = CudaClock(torch.device("cuda"))
+    for number in range(24):
+        _step(clock, device, number, 0.5)
+    clock.divide()
+    _step(clock, device, 24, 0.5, validation=0.5)
+    clock.drain()
+    clock.start()
+    timed = [item for number in range(25, 35) for item in _step(clock, device, number, 0.5)] + clock.drain()
+    assert [item.payload for item in timed if item.phases] == [28]
+
+
 def test_a_gap_the_host_does_not_explain_is_the_transfer(device: Device) -> None:
     clock = CudaClock(torch.device("cuda"))
     device.work(0.0, host_s=0.004)

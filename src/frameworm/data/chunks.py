@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frameworm.data.ahead import ReadAhead
+from frameworm.data.ahead import ReadAhead, yielding_often
 from frameworm.data.counts import groups_of_steps
 from frameworm.data.packed import MISSING, PackedTexts, batch_bytes, round_capacity
 from frameworm.data.resident import ResidentTexts, fits_device
@@ -48,6 +48,7 @@ class ChunkPlan:
         self._needs: dict[int, int] = {}
         self._usual: int | None = None
         self._preparing: dict[int, threading.Thread] = {}
+        self._ready: dict[int, NDArray[np.int64]] = {}  # the rows of whole epochs that come next
         # Drawing the orders of a large data set takes time, and keeping them memory: fewer are looked at.
         self._looked_at = max(1, min(epochs, LOOKED_AT_EPOCHS, _MOST_KEPT_SAMPLES // sampler.size))
         sampler.kept_orders = max(2, self._looked_at)
@@ -61,6 +62,11 @@ class ChunkPlan:
     def rows(self, epoch: int, start: int = 0) -> NDArray[np.int64]:
         """The samples of this rank's micro-batches [micro-batches, batch_size] from a step on; -1 where none is."""
         self._wait_for(epoch)
+        ready = self._ready.get(epoch)
+        self._ready.clear()
+        return self._rows(epoch, start) if ready is None or start else ready
+
+    def _rows(self, epoch: int, start: int) -> NDArray[np.int64]:
         order = self._sampler.order_of(epoch)
         found = []
         for begins, pieces in groups_of_steps(self._sampler, len(order)):
@@ -73,11 +79,17 @@ class ChunkPlan:
 
     def prepare(self, epoch: int) -> None:
         """Draw an epoch's order in a thread, so that nobody waits for it when that epoch begins."""
-        known = epoch in self._needs and self._sampler.has_order(epoch)
-        if epoch < self._epochs and not known and epoch not in self._preparing:
-            thread = threading.Thread(target=self._measure, args=(epoch,), name="frameworm-next-epoch", daemon=True)
+        if epoch < self._epochs and epoch not in self._preparing and epoch not in self._ready:
+            thread = threading.Thread(target=self._draw, args=(epoch,), name="frameworm-next-epoch", daemon=True)
             self._preparing[epoch] = thread
             thread.start()
+
+    def _draw(self, epoch: int) -> None:
+        """In the thread: all that can be known of an epoch before it begins."""
+        with yielding_often():
+            if epoch not in self._needs or not self._sampler.has_order(epoch):
+                self._measure(epoch)
+            self._ready[epoch] = self._rows(epoch, 0)
 
     def host_chunks(self, epoch: int, start: int, pin: bool) -> ReadAhead[Any, dict[str, Tensor]]:
         """Chunks in host memory, put together in a thread."""
@@ -85,9 +97,8 @@ class ChunkPlan:
         texts = PackedTexts(self._packing, self.batch_size, capacity)
         device = torch.cuda.current_device() if pin else None
         rows = self.rows(epoch, start)
-        self.prepare(epoch + 1)
         return ReadAhead(
-            (rows[part] for part in self._parts(len(rows), capacity)),
+            (rows[part] for part in self._parts(epoch, len(rows), capacity)),
             lambda part: texts.chunk(part, pin=pin),
             # A new thread would otherwise allocate on, and so begin to use, the first GPU.
             start=None if device is None else lambda: torch.cuda.set_device(device),
@@ -97,19 +108,20 @@ class ChunkPlan:
         """Chunks put together on the device; an epoch's indices are sent there once."""
         capacity = self.capacity(epoch)
         rows = torch.from_numpy(self.rows(epoch, start))
-        self.prepare(epoch + 1)
         if texts.device.type == "cuda":
             rows = rows.pin_memory().to(texts.device, non_blocking=True)
-        return (texts.chunk(rows[part], capacity) for part in self._parts(len(rows), capacity))
+        return (texts.chunk(rows[part], capacity) for part in self._parts(epoch, len(rows), capacity))
 
-    def _parts(self, count: int, capacity: int) -> Iterator[slice]:
-        """Small chunks first, so that the first step does not wait for a large one."""
+    def _parts(self, epoch: int, count: int, capacity: int) -> Iterator[slice]:
+        """Small chunks first, so that the first step does not wait for a large one; then the next epoch is prepared."""
         size = batch_bytes(self.batch_size, capacity, self._packing.max_seq_len)
         most = max(1, min(_MOST_BATCHES, _MOST_BYTES // size))
         begin, batches = 0, min(_FIRST_BATCHES, most)
         while begin < count:
             yield slice(begin, min(begin + batches, count))
             begin += batches
+            if batches == most or begin >= count:
+                self.prepare(epoch + 1)
             batches = min(2 * batches, most)
 
     def _need(self, epoch: int) -> int:

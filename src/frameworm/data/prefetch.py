@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -101,7 +102,7 @@ class CudaDataLoader:
     def __iter__(self) -> Iterator[Any]:
         packs = getattr(self.loader, "packs", False)
         if self.device.type == "cuda":
-            return self._from_chunks(self.loader.chunks(self.device)) if packs else self._to_gpu(iter(self.loader))
+            return self._packed_ahead() if packs else self._to_gpu(iter(self.loader))
         if packs:
             chunks = (move_batch(chunk, self.device) for chunk in self.loader.chunks(self.device))
             return (batch for chunk in chunks for batch in batches_of(chunk))
@@ -129,9 +130,7 @@ class CudaDataLoader:
             yield copied
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        stream = self._stream
+        stream = self._side_stream()
         # One event serves all copies: a copy begins only after the caller's stream was told to wait for the one before.
         arrived = torch.cuda.Event()
         upcoming = _Transfer(self, batches, stream, arrived)
@@ -147,12 +146,18 @@ class CudaDataLoader:
             yield batch
             del batch
 
-    def _from_chunks(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """Views of chunks that cross to the device whole, or lie there already."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+    def _packed_ahead(self) -> Iterator[Any]:
+        """Batches of chunks that cross to the device whole, or are put together there beside the caller's work."""
+        stream = self._side_stream()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            chunks = self.loader.chunks(self.device)
+        return self._from_chunks(chunks, stream)
+
+    def _from_chunks(self, chunks: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
+        """Views of chunks; all that these need on the device belongs to the side stream."""
         arrived = torch.cuda.Event()
-        upcoming = _Transfer(self, chunks, self._stream, arrived)
+        upcoming = _Transfer(self, chunks, stream, arrived, made_aside=True)
         while True:
             chunk = upcoming.receive()
             if upcoming.ended:
@@ -162,9 +167,14 @@ class CudaDataLoader:
                 yield batch
                 # Not before the first batch is out: the caller can begin with it while the next chunk is made.
                 if following is None:
-                    following = _Transfer(self, chunks, self._stream, arrived)
+                    following = _Transfer(self, chunks, stream, arrived, made_aside=True)
             assert following is not None, "a chunk holds at least one batch"
             upcoming = following
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
 
 
 class _Transfer:
@@ -173,7 +183,12 @@ class _Transfer:
     __slots__ = ("_arrived", "_batch", "_error", "_late", "_loader", "ended")
 
     def __init__(
-        self, loader: CudaDataLoader, batches: Iterator[Any], stream: torch.cuda.Stream, arrived: torch.cuda.Event
+        self,
+        loader: CudaDataLoader,
+        batches: Iterator[Any],
+        stream: torch.cuda.Stream,
+        arrived: torch.cuda.Event,
+        made_aside: bool = False,
     ) -> None:
         self._loader = loader
         self._error: Exception | None = None
@@ -182,8 +197,9 @@ class _Transfer:
         self.ended = False
         self._arrived = arrived
         try:
-            # Not on the side stream: a loader that computes on the device does so in order with the caller.
-            batch = next(batches)
+            # A foreign loader that computes on the device does so in order with the caller; ours does it aside.
+            with torch.cuda.stream(stream) if made_aside else nullcontext():
+                batch = next(batches)
         except StopIteration:
             self.ended = True
             return

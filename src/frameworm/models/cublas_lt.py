@@ -2,79 +2,20 @@
 
 torch has no way to ask for either. An ending is a bias, a bias and GELU, or GELU's derivative. Of the kernels that the
 library proposes, the first, which torch takes, is often not the fastest. So the first time that a product's sizes come,
-the proposals take turns, where algorithms may be timed (gpu.benchmark). What that brings to a whole step is less than
-to one product where power limits the clock. The library is the one that torch itself has loaded; only what is needed of
-it is declared here. It counts columns first, so a matrix of ours is its transpose to it, and the factors change places.
+the proposals take turns, where algorithms may be timed (gpu.benchmark); see cublas_plan.py. What that brings to a whole
+step is less than to one product where power limits the clock.
 """
 
 from __future__ import annotations
-
-import ctypes
-import enum
-import math
-from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
-from functools import lru_cache
-from statistics import median
-from threading import Lock
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WORKSPACE_BYTES = 64 * 2**20  # twice what NVIDIA advises for Hopper
-_COMPUTE_FP32, _FP32 = 68, 0
-_DTYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float16: 2}
-# Attributes of a product and of the search for its kernel.
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 4, 7, 8, 11, 12
-_MAX_WORKSPACE = 1
-_ALIGNMENT = 16  # bytes
+from frameworm.models.cublas_plan import ALIGNMENT, DTYPES, WITH_GELU, Ending, Sizes, fits, library, plan_for
+
 # Smaller products are left to torch, which is quicker to launch them. A choice, not a measurement.
 LARGE = 2**32  # multiplications
-# Proposals that take turns, how often, launches in each turn, and how much faster than the first another must be.
-_PROPOSALS = 8
-_TURNS, _LAUNCHES = 3, 3
-_FASTER = 0.98
-
-
-class Ending(enum.IntEnum):
-    """What happens to the product before it is written."""
-
-    NONE = 1
-    SUM = 4  # adds a bias
-    GELU_OF_SUM = 164  # adds a bias, keeps the sum aside, applies GELU in its tanh form
-    GELU_SLOPE = 192  # multiplies by GELU's derivative at what was kept aside
-
-
-class _CublasError(RuntimeError):
-    """The library cannot do it."""
-
-
-class _Found(ctypes.Structure):
-    """A kernel that the library proposes."""
-
-    _fields_ = (
-        ("algorithm", c_uint64 * 8),
-        ("workspace", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    )
-
-
-class _Sizes(NamedTuple):
-    """All that a kernel is chosen by."""
-
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    result: torch.dtype
-    ending: Ending
-    left_transposed: bool
-    right_transposed: bool
-    device: int | None
 
 
 def multiply(
@@ -87,7 +28,7 @@ def multiply(
     left_transposed: bool = False,
     right_transposed: bool = False,
     out: Tensor | None = None,
-    add: bool = False,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """`left @ right` with an ending; by torch's own operations where the library does not suit.
 
@@ -98,43 +39,52 @@ def multiply(
         aside: [m, n]: written by GELU_OF_SUM, read by GELU_SLOPE.
         bias: [n], for SUM and GELU_OF_SUM.
         out: [m, n], contiguous: gets the result; may be fp32 beside half-width factors.
-        add: Add to what `out` holds; not with an ending.
+        onto: [m, n], of the result's dtype: is added to the product; may be `out` itself. Only with NONE and SUM.
     """
     m, k = reversed(left.shape) if left_transposed else left.shape
     n = right.size(0) if right_transposed else right.size(1)
     result = left.new_empty(m, n) if out is None else out
-    sizes = _Sizes(m, n, k, left.dtype, result.dtype, ending, left_transposed, right_transposed, left.device.index)
+    sizes = Sizes(m, n, k, left.dtype, result.dtype, ending, left_transposed, right_transposed, left.device.index)
     if not _suits(left, right, result, sizes):
-        return _in_steps(left, right, sizes, aside, bias, result, add)
+        return _in_steps(left, right, sizes, aside, bias, result, onto)
     with torch.cuda.device(left.device):
-        plan = _plan(sizes)
+        plan = plan_for(sizes)
         if plan is None:
-            return _in_steps(left, right, sizes, aside, bias, result, add)
-        plan.run(left, right, aside, bias, result, add)
+            return _in_steps(left, right, sizes, aside, bias, result, onto)
+        plan.run(left, right, aside, bias, result, onto)
     return result
 
 
-def _suits(left: Tensor, right: Tensor, result: Tensor, sizes: _Sizes) -> bool:
-    if not left.is_cuda or library() is None or left.dtype == torch.float32 or left.dtype not in _DTYPES:
+def _suits(left: Tensor, right: Tensor, result: Tensor, sizes: Sizes) -> bool:
+    if not left.is_cuda or library() is None or left.dtype == torch.float32 or left.dtype not in DTYPES:
         return False
     m, n, k = sizes[:3]
-    if not (m and n and k) or (sizes.ending in (Ending.NONE, Ending.SUM) and m * n * k < LARGE):
+    if not (m and n and k) or (sizes.ending not in WITH_GELU and m * n * k < LARGE):
         return False
-    starts = (item.data_ptr() % _ALIGNMENT == 0 for item in (left, right, result))
+    starts = (item.data_ptr() % ALIGNMENT == 0 for item in (left, right, result))
     return fits(n, left.size(1), right.size(1)) and all(starts)
 
 
 def _in_steps(
-    left: Tensor, right: Tensor, sizes: _Sizes, aside: Tensor | None, bias: Tensor | None, result: Tensor, add: bool
+    left: Tensor,
+    right: Tensor,
+    sizes: Sizes,
+    aside: Tensor | None,
+    bias: Tensor | None,
+    result: Tensor,
+    onto: Tensor | None,
 ) -> Tensor:
     """The same by torch's own operations."""
     left, right = (left.t() if sizes.left_transposed else left), (right.t() if sizes.right_transposed else right)
     if sizes.ending is Ending.NONE:
-        _multiply_into(result, left, right, add)
+        _multiply_into(result, left, right, onto)
         return result
     if sizes.ending is Ending.SUM:
         assert bias is not None
-        return torch.addmm(bias, left, right, out=result)
+        if onto is None:
+            return torch.addmm(bias, left, right, out=result)
+        _multiply_into(result, left, right, onto)
+        return result.add_(bias)
     assert aside is not None
     product = left @ right
     if sizes.ending is Ending.GELU_SLOPE:
@@ -144,195 +94,14 @@ def _in_steps(
     return F.gelu(aside, approximate="tanh")
 
 
-def _multiply_into(total: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """`total = left @ right`, or more of it; with an fp32 sum where `total` is, whatever the factors are."""
-    if left.dtype == total.dtype or not left.is_cuda:
-        left, right = left.to(total.dtype), right.to(total.dtype)
-        torch.addmm(total, left, right, beta=1 if add else 0, out=total)
+def _multiply_into(result: Tensor, left: Tensor, right: Tensor, onto: Tensor | None) -> None:
+    """`result = left @ right`, added to `onto`; with an fp32 sum where the result is, whatever the factors are."""
+    start, beta = (result, 0) if onto is None else (onto, 1)
+    if left.dtype == result.dtype or not left.is_cuda:
+        torch.addmm(start, left.to(result.dtype), right.to(result.dtype), beta=beta, out=result)
         return
     try:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=1 if add else 0, out=total)
+        torch.addmm(start, left, right, out_dtype=result.dtype, beta=beta, out=result)
     except RuntimeError:  # a torch whose addmm takes no fp32 sum beside half-width factors
-        product = torch.mm(left, right, out_dtype=total.dtype)
-        total.add_(product) if add else total.copy_(product)
-
-
-@lru_cache
-def library() -> ctypes.CDLL | None:
-    """cuBLASLt of this torch; None where there is none."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-
-
-def fits(*sizes: int) -> bool:
-    """Whether rows of these lengths lie as the kernels want them."""
-    return all(size > 0 and size * 2 % _ALIGNMENT == 0 for size in sizes)
-
-
-class _Plan:
-    """One product's sizes, and the kernels for them."""
-
-    def __init__(self, sizes: _Sizes) -> None:
-        found = library()
-        assert found is not None
-        self._library = found
-        self._lock = Lock()  # the pointers of one product are set before it is launched
-        self._handle = _handle(torch.cuda.current_device())
-        self._product = c_void_p()
-        self._call("MatmulDescCreate", byref(self._product), c_int(_COMPUTE_FP32), c_int(_FP32))
-        self._set(_TRANSPOSE_A, c_int(sizes.right_transposed))
-        self._set(_TRANSPOSE_B, c_int(sizes.left_transposed))
-        self._set(_EPILOGUE, c_int(sizes.ending))
-        if sizes.ending in (Ending.GELU_OF_SUM, Ending.GELU_SLOPE):
-            self._set(_AUX_STRIDE, c_int64(sizes.n))
-        m, n, k = sizes[:3]
-        self._right = self._layout(*((k, n) if sizes.right_transposed else (n, k)), sizes.dtype)
-        self._left = self._layout(*((m, k) if sizes.left_transposed else (k, m)), sizes.dtype)
-        self._result = self._layout(n, m, sizes.result)
-        self._proposals = self._propose()
-        self._fastest: int | None = None
-
-    def run(
-        self, left: Tensor, right: Tensor, aside: Tensor | None, bias: Tensor | None, result: Tensor, add: bool
-    ) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        workspace = _workspace(torch.cuda.current_device(), stream)
-
-        def launch(number: int, target: Tensor = result) -> None:
-            self._launch(number, left, right, target, add, workspace, stream)
-
-        with self._lock:
-            if aside is not None:
-                self._set(_AUX, c_void_p(aside.data_ptr()))
-            if bias is not None:
-                self._set(_BIAS, c_void_p(bias.data_ptr()))
-            launch(self._choose(launch, result, add))
-
-    def _launch(
-        self, number: int, left: Tensor, right: Tensor, result: Tensor, add: bool, workspace: Tensor, stream: int
-    ) -> None:
-        one, beta = c_float(1), c_float(1 if add else 0)
-        target = c_void_p(result.data_ptr())
-        self._call(
-            "Matmul",
-            self._handle,
-            self._product,
-            byref(one),
-            c_void_p(right.data_ptr()),
-            self._right,
-            c_void_p(left.data_ptr()),
-            self._left,
-            byref(beta),
-            target,
-            self._result,
-            target,
-            self._result,
-            byref(self._proposals[number]),
-            c_void_p(workspace.data_ptr()),
-            c_size_t(_WORKSPACE_BYTES),
-            c_void_p(stream),
-        )
-
-    def _choose(self, launch: Callable[[int, Tensor], None], result: Tensor, add: bool) -> int:
-        """The proposal to take: the first, or the fastest where algorithms may be timed and nothing is recorded."""
-        if not torch.backends.cudnn.benchmark or len(self._proposals) == 1:
-            return 0
-        if self._fastest is None:
-            if torch.cuda.is_current_stream_capturing():
-                return 0
-            try:
-                # What is added to must not be added to again and again.
-                self._fastest = self._race(launch, torch.empty_like(result) if add else result)
-            except torch.cuda.OutOfMemoryError:
-                return 0
-        return self._fastest
-
-    def _race(self, launch: Callable[[int, Tensor], None], target: Tensor) -> int:
-        """Let the proposals take turns; which of them took least."""
-        taken_s: list[list[float]] = [[] for _ in self._proposals]
-        for _ in range(_TURNS):
-            for number, figures in enumerate(taken_s):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                try:
-                    launch(number, target)
-                    begin.record()
-                    for _ in range(_LAUNCHES):
-                        launch(number, target)
-                    end.record()
-                except _CublasError:  # proposed, but not for these addresses
-                    figures.append(math.inf)
-                    continue
-                end.synchronize()
-                figures.append(begin.elapsed_time(end))
-        medians = [median(figures) for figures in taken_s]
-        fastest = min(range(len(medians)), key=medians.__getitem__)
-        return fastest if medians[fastest] < _FASTER * medians[0] else 0
-
-    def _propose(self) -> list[ctypes.Array[c_uint64]]:
-        preference, found, count = c_void_p(), (_Found * _PROPOSALS)(), c_int()
-        self._call("MatmulPreferenceCreate", byref(preference))
-        most = c_uint64(_WORKSPACE_BYTES)
-        self._call("MatmulPreferenceSetAttribute", preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8))
-        self._call(
-            "MatmulAlgoGetHeuristic",
-            self._handle,
-            self._product,
-            *(self._right, self._left, self._result, self._result),
-            preference,
-            c_int(_PROPOSALS),
-            found,
-            byref(count),
-        )
-        self._call("MatmulPreferenceDestroy", preference)
-        if not count.value:
-            raise _CublasError("no kernel for these sizes")
-        return [item.algorithm for item in found[: count.value]]
-
-    def _layout(self, rows: int, columns: int, dtype: torch.dtype) -> c_void_p:
-        layout = c_void_p()
-        self._call(
-            "MatrixLayoutCreate", byref(layout), c_int(_DTYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows)
-        )
-        return layout
-
-    def _set(self, attribute: int, value: c_int | c_int64 | c_void_p) -> None:
-        self._call(
-            "MatmulDescSetAttribute", self._product, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value))
-        )
-
-    def _call(self, name: str, *arguments: object) -> None:
-        _checked(self._library, name, *arguments)
-
-
-def _checked(found: ctypes.CDLL, name: str, *arguments: object) -> None:
-    status = getattr(found, f"cublasLt{name}")(*arguments)
-    if status:
-        raise _CublasError(f"cublasLt{name} failed with status {status}")
-
-
-@lru_cache(maxsize=256)
-def _plan(sizes: _Sizes) -> _Plan | None:
-    """The plan for these sizes; None where the library has no kernel for them."""
-    try:
-        return _Plan(sizes)
-    except _CublasError:
-        return None
-
-
-@lru_cache
-def _handle(device: int) -> c_void_p:
-    """The library's own state, which belongs to one device."""
-    found, handle = library(), c_void_p()
-    assert found is not None
-    _checked(found, "Create", byref(handle))
-    return handle
-
-
-@lru_cache
-def _workspace(device: int, stream: int) -> Tensor:
-    """Memory that a product may use; products of two streams run side by side."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+        product = torch.mm(left, right, out_dtype=result.dtype)
+        result.copy_(product) if onto is None else torch.add(onto, product, out=result)

@@ -13,39 +13,63 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.models import cublas_lt
+from frameworm.models.cublas_plan import Ending
 from frameworm.models.products import product, runs_here
 from frameworm.models.stream import autocast_dtype
 
 
-def feed_forward(inputs: Tensor, expand: nn.Linear, contract: nn.Linear) -> Tensor:
-    """GELU in its tanh form between two linear layers; fused where that runs: half precision on a GPU."""
+def feed_forward(
+    inputs: Tensor, expand: nn.Linear, contract: nn.Linear, onto: Tensor | None = None, *, bias_gradient: bool = True
+) -> Tensor:
+    """GELU in its tanh form between two linear layers; fused where that runs: half precision on a GPU.
+
+    Args:
+        inputs: [..., width].
+        expand: The first layer.
+        contract: The second.
+        onto: The stream that the result is added to; None: there is none.
+        bias_gradient: False where the gradient of the second layer's bias comes from somewhere else.
+    """
+    last_bias = contract.bias if bias_gradient or contract.bias is None else contract.bias.detach()
     widths = (expand.in_features, expand.out_features, contract.out_features)
     if expand.bias is None or not runs_here(inputs, *widths):
-        result: Tensor = contract(F.gelu(expand(inputs), approximate="tanh"))
-        return result
+        activated = F.gelu(expand(inputs), approximate="tanh")
+        result: Tensor = contract(activated) if bias_gradient else F.linear(activated, contract.weight, last_bias)
+        return result if onto is None else onto + result
     dtype = autocast_dtype(inputs)
     rows, weights = inputs.to(dtype).flatten(0, -2), (expand.weight, expand.bias, contract.weight)
-    result = _feed_forward(rows, *(item.to(dtype) for item in weights))[0].view(*inputs.shape[:-1], -1)
-    return result if contract.bias is None else result + contract.bias.to(dtype)
+    inside = onto.flatten(0, -2) if onto is not None and onto.dtype == dtype else None
+    last_bias = None if last_bias is None else last_bias.to(dtype)
+    result = _feed_forward(rows, *(item.to(dtype) for item in weights), last_bias, inside)[0]
+    result = result.view(*inputs.shape[:-1], -1)
+    return result if onto is None or inside is not None else onto + result
 
 
 @torch.library.custom_op(
     "frameworm::feed_forward",
     mutates_args=(),
-    schema="(Tensor inputs, Tensor expand, Tensor bias, Tensor contract) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor inputs, Tensor expand, Tensor bias, Tensor contract, Tensor? last_bias, Tensor? onto)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def _feed_forward(inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The result without the second bias, what GELU made, and what it was given."""
+def _feed_forward(
+    inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor, last_bias: Tensor | None, onto: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, what GELU made, and what it was given."""
     sums = inputs.new_empty(inputs.size(0), expand.size(0))
     activated = cublas_lt.multiply(
         inputs.contiguous(),
         expand.contiguous(),
-        cublas_lt.Ending.GELU_OF_SUM,
+        Ending.GELU_OF_SUM,
         sums,
         bias.contiguous(),
         right_transposed=True,
     )
-    return cublas_lt.multiply(activated, contract.contiguous(), right_transposed=True), activated, sums
+    ending = Ending.NONE if last_bias is None else Ending.SUM
+    last_bias, onto = (None if item is None else item.contiguous() for item in (last_bias, onto))
+    result = cublas_lt.multiply(
+        activated, contract.contiguous(), ending, bias=last_bias, right_transposed=True, onto=onto
+    )
+    return result, activated, sums
 
 
 @torch.library.custom_op(
@@ -53,11 +77,13 @@ def _feed_forward(inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor
 )
 def _gelu_slope(gradient: Tensor, contract: Tensor, sums: Tensor) -> Tensor:
     """The gradient of what GELU was given."""
-    return cublas_lt.multiply(gradient.contiguous(), contract.contiguous(), cublas_lt.Ending.GELU_SLOPE, sums)
+    return cublas_lt.multiply(gradient.contiguous(), contract.contiguous(), Ending.GELU_SLOPE, sums)
 
 
 @_feed_forward.register_fake
-def _shapes(inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes(
+    inputs: Tensor, expand: Tensor, bias: Tensor, contract: Tensor, last_bias: Tensor | None, onto: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = inputs.size(0)
     activated, sums = (inputs.new_empty(rows, expand.size(0)) for _ in range(2))
     return inputs.new_empty(rows, contract.size(0)), activated, sums
@@ -69,7 +95,7 @@ def _shape(gradient: Tensor, contract: Tensor, sums: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    rows, expand, _, contract = inputs
+    rows, expand, _, contract, *_ = inputs
     _, activated, sums = output
     ctx.save_for_backward(rows, expand, contract, activated, sums)
     ctx.set_materialize_grads(False)
@@ -77,11 +103,18 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
 
 def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
-        return None, None, None, None
+        return None, None, None, None, None, None
     rows, expand, contract, activated, sums = ctx.saved_tensors
     to_sums = _gelu_slope(gradient, contract, sums)
-    to_rows, to_expand = product(to_sums, expand, False), product(to_sums, rows, True)
-    return to_rows, to_expand, to_sums.sum(0), product(gradient, activated, True)
+    to_last_bias, to_onto = ctx.needs_input_grad[4:]
+    return (
+        product(to_sums, expand, False),
+        product(to_sums, rows, True),
+        to_sums.sum(0),
+        product(gradient, activated, True),
+        gradient.sum(0) if to_last_bias else None,
+        gradient if to_onto else None,
+    )
 
 
 _feed_forward.register_autograd(_backward, setup_context=_save)

@@ -16,6 +16,7 @@ from frameworm.models.feed_forward import feed_forward
 from frameworm.models.linear_loss import linear_cross_entropy
 from frameworm.models.products import linear
 from frameworm.models.stream import Residual, as_stream, linear_parameters
+from frameworm.models.stream_norm import norm_and_stream, suits_stream_norm
 
 FUSED_FROM = 8192  # words; below, the logits are small enough to be held at once
 
@@ -124,17 +125,29 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, length, width] to the same."""
-        hidden = hidden + self.dropout(self._attention(self.norm_attention(hidden)))
-        result: Tensor = hidden + self.dropout(self._feed_forward(self.norm_feedforward(hidden)))
-        return result
+        normed, onto, apart = self._open(hidden, self.norm_attention, self.attention_output.bias)
+        result = self._attention(normed, onto, bias_gradient=not apart)
+        hidden = hidden + self.dropout(result) if onto is None else result
+        normed, onto, apart = self._open(hidden, self.norm_feedforward, self.contract.bias)
+        result = self._feed_forward(normed, onto, bias_gradient=not apart)
+        return hidden + self.dropout(result) if onto is None else result
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
+    def _open(self, hidden: Tensor, norm: nn.LayerNorm, bias: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+        """What a block starts from, what its last product adds to, and whether its last bias has its gradient."""
+        # What is dropped cannot be added inside a product.
+        if not self.own_kernels or (self.training and self.dropout.p > 0):
+            return norm(hidden), None, False
+        if suits_stream_norm(hidden):
+            return *norm_and_stream(hidden, norm, bias), True
+        return norm(hidden), hidden, False
+
+    def _feed_forward(self, hidden: Tensor, onto: Tensor | None, bias_gradient: bool) -> Tensor:
         if self.own_kernels:
-            return feed_forward(hidden, self.expand, self.contract)
+            return feed_forward(hidden, self.expand, self.contract, onto, bias_gradient=bias_gradient)
         result: Tensor = self.contract(F.gelu(self.expand(hidden), approximate="tanh"))
         return result
 
-    def _attention(self, hidden: Tensor) -> Tensor:
+    def _attention(self, hidden: Tensor, onto: Tensor | None, bias_gradient: bool) -> Tensor:
         batch, length, width = hidden.shape
         sizes = (batch, length, 3, self.n_heads, width // self.n_heads)
         project = self.query_key_value
@@ -147,7 +160,7 @@ class DecoderLayer(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
         mixed = mixed.reshape(batch, length, width)
         if self.own_kernels:
-            return linear(mixed, self.attention_output)
+            return linear(mixed, self.attention_output, onto, bias_gradient=bias_gradient)
         result: Tensor = self.attention_output(mixed)
         return result
 

@@ -86,7 +86,7 @@ def _linear_cross_entropy(
             to_rows(logits, targets[part], losses[part], ignore_index, with_gradients)
             if with_gradients:  # `logits` now holds their gradient
                 multiply(logits, head, out=grad_hidden[part])
-                multiply(logits, inputs, left_transposed=True, out=grad_weight, add=start > 0)
+                multiply(logits, inputs, left_transposed=True, out=grad_weight, onto=grad_weight if start else None)
     count = (targets != ignore_index).sum().clamp(min=1).float()
     return losses.sum() / count, count, grad_hidden, grad_weight
 

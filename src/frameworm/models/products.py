@@ -12,32 +12,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frameworm.models import cublas_lt
+from frameworm.models.cublas_plan import Ending, fits, library
 from frameworm.models.stream import autocast_dtype, computes_in_half
 
-_HAS_LIBRARY = cublas_lt.library() is not None  # asked here: the compiler cannot trace the question
+_HAS_LIBRARY = library() is not None  # asked here: the compiler cannot trace the question
 
 
 def runs_here(inputs: Tensor, *widths: int) -> bool:
     """Whether the library has kernels for these inputs and widths: half precision on a GPU."""
-    return inputs.is_cuda and _HAS_LIBRARY and computes_in_half(inputs) and cublas_lt.fits(*widths)
+    return inputs.is_cuda and _HAS_LIBRARY and computes_in_half(inputs) and fits(*widths)
 
 
-def linear(inputs: Tensor, layer: nn.Linear, *, bias_gradient: bool = True) -> Tensor:
-    """What the layer gives; small products are torch's own.
+def linear(inputs: Tensor, layer: nn.Linear, onto: Tensor | None = None, *, bias_gradient: bool = True) -> Tensor:
+    """What the layer gives, added to `onto`; small products are torch's own.
 
     Args:
         inputs: [..., width].
         layer: Its own hooks are not called.
+        onto: The stream that the result is added to; None: there is none.
         bias_gradient: False where the gradient of the bias comes from somewhere else.
     """
     bias = layer.bias if bias_gradient or layer.bias is None else layer.bias.detach()
     small = inputs.numel() * layer.out_features < cublas_lt.LARGE
     if small or not runs_here(inputs, layer.in_features, layer.out_features):
-        return F.linear(inputs, layer.weight, bias)
+        result: Tensor = F.linear(inputs, layer.weight, bias)
+        return result if onto is None else onto + result
     dtype = autocast_dtype(inputs)
-    rows = inputs.to(dtype).flatten(0, -2)
-    result: Tensor = _linear(rows, layer.weight.to(dtype), None if bias is None else bias.to(dtype))
-    return result.view(*inputs.shape[:-1], -1)
+    rows, bias = inputs.to(dtype).flatten(0, -2), None if bias is None else bias.to(dtype)
+    inside = onto.flatten(0, -2) if onto is not None and onto.dtype == dtype else None
+    result = _linear(rows, layer.weight.to(dtype), bias, inside).view(*inputs.shape[:-1], -1)
+    return result if onto is None or inside is not None else onto + result
 
 
 @torch.library.custom_op(
@@ -54,16 +58,20 @@ def _product_shape(left: Tensor, right: Tensor, left_transposed: bool) -> Tensor
 
 
 @torch.library.custom_op(
-    "frameworm::linear", mutates_args=(), schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor"
+    "frameworm::linear",
+    mutates_args=(),
+    schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor? onto) -> Tensor",
 )
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    ending = cublas_lt.Ending.NONE if bias is None else cublas_lt.Ending.SUM
-    bias = None if bias is None else bias.contiguous()
-    return cublas_lt.multiply(inputs.contiguous(), weight.contiguous(), ending, bias=bias, right_transposed=True)
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    ending = Ending.NONE if bias is None else Ending.SUM
+    bias, onto = (None if item is None else item.contiguous() for item in (bias, onto))
+    return cublas_lt.multiply(
+        inputs.contiguous(), weight.contiguous(), ending, bias=bias, right_transposed=True, onto=onto
+    )
 
 
 @_linear.register_fake
-def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
     return inputs.new_empty(inputs.size(0), weight.size(0))
 
 
@@ -73,11 +81,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
-    to_inputs, to_weight, to_bias = ctx.needs_input_grad
+    to_inputs, to_weight, to_bias, to_onto = ctx.needs_input_grad
     return (
         product(gradient, weight, False) if to_inputs else None,
         product(gradient, inputs, True) if to_weight else None,
         gradient.sum(0) if to_bias else None,
+        gradient if to_onto else None,
     )
 
 

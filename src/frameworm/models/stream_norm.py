@@ -1,0 +1,84 @@
+"""Layer norm at the start of a residual block, together with the stream that runs past the block.
+
+In backward the gradient that ran past is added to the one that came through the norm, and its sum over all tokens is
+the gradient of the bias that the block ends with. Done one by one, each of these reads or writes the stream again;
+here a single kernel does it (norm_kernels.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frameworm.models.stream import autocast_dtype, computes_in_half
+
+_WIDEST = 4096  # columns that one program holds
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked here: the compiler cannot trace the question
+
+
+def suits_stream_norm(hidden: Tensor) -> bool:
+    """Whether the kernel runs here: a stream in half precision on a GPU."""
+    if not (hidden.is_cuda and _HAS_TRITON and computes_in_half(hidden)):
+        return False
+    return hidden.dtype == autocast_dtype(hidden) and hidden.size(-1) <= _WIDEST
+
+
+def norm_and_stream(hidden: Tensor, norm: nn.LayerNorm, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream normalised, and the stream itself, for the block to add its result to.
+
+    Args:
+        hidden: The stream, [..., width].
+        norm: With weight and bias, over the last dimension.
+        bias: What the block adds at its end, [width]; gets its gradient here, so whoever adds it detaches it.
+    """
+    normed, stream = _NormAndStream.apply(hidden, norm.weight, norm.bias, bias, norm.eps)  # type: ignore[no-untyped-call]
+    return normed, stream
+
+
+class _NormAndStream(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, ending: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, mean, scale = torch.native_layer_norm(hidden.float(), hidden.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(hidden, weight, mean, scale)
+        ctx.ending_dtype = ending.dtype
+        return normed.to(hidden.dtype), hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, stream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, mean, scale = ctx.saved_tensors
+        rows = (item.reshape(-1, hidden.size(-1)) for item in (gradient, stream, hidden))
+        result, sums = _norm_backward(*rows, weight, mean.flatten(), scale.flatten())
+        return result.view(hidden.shape), sums[0], sums[1], sums[2].to(ctx.ending_dtype), None
+
+
+@torch.library.custom_op(
+    "frameworm::norm_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor stream, Tensor inputs, Tensor weight, Tensor means, Tensor scales)"
+    " -> (Tensor, Tensor)",
+)
+def _norm_backward(
+    gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the inputs, [rows, width], and in fp32 those of weight and bias and the sum of `stream`."""
+    if inputs.is_cuda:
+        from frameworm.models.norm_kernels import norm_backward
+
+        return norm_backward(gradient.contiguous(), stream.contiguous(), inputs.contiguous(), weight, means, scales)
+    given, values = gradient.float(), (inputs.float() - means[:, None]) * scales[:, None]
+    sums = torch.stack([(given * values).sum(0), given.sum(0), stream.float().sum(0)])
+    given = given * weight
+    level, slope = given.mean(1, keepdim=True), (given * values).mean(1, keepdim=True)
+    return ((given - level - values * slope) * scales[:, None] + stream).to(inputs.dtype), sums
+
+
+@_norm_backward.register_fake
+def _shapes(
+    gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(inputs, memory_format=torch.contiguous_format), weight.new_empty(3, inputs.size(1))
