@@ -179,7 +179,8 @@ def measure_wait(name: str, steps: int, skip: int, data: Path, extra: list[str])
             tell_progress(f"{name} failed: {error}")
             return {"error": f"{type(error).__name__}: {error}"}
     share = wait_share(kept.steps, skip)
-    waits_us = [_waited_s(step) * 1e6 for step in _divided(kept.steps, skip)]
+    divided = _divided(kept.steps, skip)
+    waits_us = [_waited_s(step) * 1e6 for step in divided]
     if share is None:
         return {"error": f"none of the {record.steps} steps after step {skip} was divided into phases; train more"}
     return {
@@ -189,6 +190,7 @@ def measure_wait(name: str, steps: int, skip: int, data: Path, extra: list[str])
         "met": share <= MOST_WAIT,
         "divided_steps": len(waits_us),
         "wait_us": {f"p{share}": float(np.percentile(waits_us, share)) for share in (10, 50, 90, 99, 100)},
+        "longest_waits_us": sorted(((_waited_s(step) * 1e6, step.step) for step in divided), reverse=True)[:8],
         "median_step_us": statistics.median(step.step_s for step in kept.steps if step.step > skip) * 1e6,
         "captured_steps": record.captured_steps,
         "padding_waste": record.padding_waste,

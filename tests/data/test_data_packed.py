@@ -323,6 +323,40 @@ def test_the_next_epoch_is_drawn_ahead() -> None:
     assert loader.sampler.has_order(11)
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_epoch_opened_ahead_is_the_same(resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "_MOST_BATCHES", 4)
+    texts = random_texts(90)
+    loader, alone = (create(texts, 4, seed=2, batching="packed", epochs=3) for _ in range(2))
+    if resident:
+        on_cpu = ResidentTexts(packing_of(texts), "cpu")
+        monkeypatch.setattr(chunks_module.PackedBatches, "_on", lambda self, device: on_cpu)
+    device = torch.device("cpu")
+
+    def read(source: OptimizedDataLoader, epoch: int, start: int = 0) -> list[dict[str, torch.Tensor]]:
+        source.set_epoch(epoch)
+        source.seek(start)
+        shapes = [source.step_shape(step).tokens for step in range(source.steps_per_epoch)]
+        batches = [batch for chunk in source.chunks(device) for batch in batches_of(chunk)]
+        return [*batches, {"tokens": torch.tensor(shapes)}]
+
+    read(loader, 0)
+    loader.open_ahead(1, device)
+    assert loader._packed is not None
+    monkeypatch.setattr(loader._packed, "_open", lambda *args: pytest.fail("opened again"))
+    opened = read(loader, 1)
+    monkeypatch.undo()
+    if resident:
+        monkeypatch.setattr(chunks_module.PackedBatches, "_on", lambda self, device: on_cpu)
+    assert all(equal(left, right) for left, right in zip(opened, read(alone, 1), strict=True))
+    for wanted in ((2, 5), (1, 0)):  # another epoch, or another step, than was opened
+        loader.open_ahead(2, device)
+        assert all(equal(left, right) for left, right in zip(read(loader, *wanted), read(alone, *wanted), strict=True))
+    loader.open_ahead(3, device)  # there is none
+    loader.close()
+    alone.close()
+
+
 def test_the_next_epochs_rows_are_put_together_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     packing = packing_of(random_texts(200))
     plan, alone = (ChunkPlan(packing, StepSampler(200, 4, 4, seed=3), epochs=6) for _ in range(2))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from frameworm import Trainer
-from frameworm.engine.processors import bind_to_share, share_of
+from frameworm.engine.processors import _onednn_at_first, bind_to_share, share_of
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def test_training_uses_the_threads_asked_for() -> None:
 
 @pytest.fixture
 def onednn() -> Iterator[bool]:
-    present = torch._C._get_mkldnn_enabled()
+    present = _onednn_at_first()
+    torch._C._set_mkldnn_enabled(present)  # a training before this one may have turned it off
     yield present
     torch._C._set_mkldnn_enabled(present)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -169,6 +170,7 @@ class PackedBatches:
         self._plan: ChunkPlan | None = None
         self._resident: ResidentTexts | None = None
         self._readers: weakref.WeakSet[ReadAhead[Any, Any]] = weakref.WeakSet()
+        self._opened: tuple[int, torch.device | None, Iterator[dict[str, Tensor]]] | None = None
 
     @property
     def plan(self) -> ChunkPlan:
@@ -179,9 +181,23 @@ class PackedBatches:
     def place(self, sampler: StepSampler) -> None:
         """Say which samples form this rank's micro-batches."""
         self._plan = ChunkPlan(self._packing, sampler, self._epochs)
+        self._opened = None
 
     def chunks(self, epoch: int, start: int, device: torch.device | None) -> Iterator[dict[str, Tensor]]:
         """The chunks of an epoch from a step on; see `OptimizedDataLoader.chunks`."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[:2] == (epoch, device) and not start:
+            return opened[2]
+        return self._open(epoch, start, device)
+
+    def open_ahead(self, epoch: int, device: torch.device | None) -> None:
+        """Put the first chunk of an epoch together now."""
+        if epoch < self._epochs:
+            chunks = self._open(epoch, 0, device)
+            first = [] if isinstance(chunks, ReadAhead) else [next(chunks)]  # a reader's thread makes it by itself
+            self._opened = (epoch, device, itertools.chain(first, chunks) if first else chunks)
+
+    def _open(self, epoch: int, start: int, device: torch.device | None) -> Iterator[dict[str, Tensor]]:
         texts = None if device is None else self._on(device)
         if texts is not None:
             return self.plan.resident_chunks(texts, epoch, start)
@@ -191,6 +207,7 @@ class PackedBatches:
 
     def close(self) -> None:
         """End the threads."""
+        self._opened = None
         for reader in list(self._readers):
             reader.close()
 

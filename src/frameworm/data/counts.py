@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,37 +35,54 @@ class TokenCounts:
     """
 
     def __init__(self, dataset: Any, capacity: Callable[[int], int] | None = None) -> None:
-        self._lengths = token_lengths(dataset)
+        self._dataset = dataset
         base = base_of(dataset)
         self._padded_length: Callable[[npt.NDArray[Any]], int] | None = getattr(base, "padded_length", None)
         self._padded_lengths: Callable[[Counts], Counts] | None = getattr(base, "padded_lengths", None)
         self._capacity = capacity
-        self._order: Order | None = None
-        self._tokens: list[int] = []
-        self._padded: list[int] | None = None
+        self._counted: list[tuple[Order, list[int], list[int] | None]] = []  # of this epoch, and perhaps of the next
+
+    @cached_property
+    def _lengths(self) -> npt.NDArray[Any] | None:
+        return token_lengths(self._dataset)
 
     def of(self, sampler: StepSampler, step: int) -> tuple[int | None, int | None]:
         """Real and padded tokens of this rank's part of a step; None where the data set does not say."""
-        order = sampler.order()
-        if self._lengths is None or order.dtype == object:
+        counted = self._counts(sampler, sampler.epoch)
+        if counted is None:
             return None, None
-        if order is not self._order:
-            self._count(sampler, order, self._lengths[order])
-            self._order = order
-        return self._tokens[step], None if self._padded is None else self._padded[step]
+        _, tokens, padded = counted
+        return tokens[step], None if padded is None else padded[step]
 
-    def _count(self, sampler: StepSampler, order: Order, lengths: npt.NDArray[Any]) -> None:
+    def count(self, sampler: StepSampler, epoch: int) -> None:
+        """Count an epoch's tokens before anybody asks for them."""
+        self._counts(sampler, epoch)
+
+    def _counts(self, sampler: StepSampler, epoch: int) -> tuple[Order, list[int], list[int] | None] | None:
+        order = sampler.order_of(epoch)
+        if self._lengths is None or order.dtype == object:
+            return None
+        for counted in self._counted:
+            if counted[0] is order:
+                return counted
+        tokens, padded = self._count(sampler, epoch, order, self._lengths[order])
+        self._counted = [*self._counted[-1:], (order, tokens, padded)]
+        return self._counted[-1]
+
+    def _count(
+        self, sampler: StepSampler, epoch: int, order: Order, lengths: npt.NDArray[Any]
+    ) -> tuple[list[int], list[int] | None]:
         before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         tokens, padded = [], []
         for begins, pieces in groups_of_steps(sampler, len(order)):
             own = [piece for piece in pieces if piece.samples]
             first, last = (own[0].start, own[-1].stop) if own else (0, 0)
             tokens.append(before[begins + last] - before[begins + first])
-            padded.append(self._padded_tokens(sampler.epoch, begins, pieces, lengths))
-        self._tokens = [count for part in tokens for count in part.tolist()]
-        self._padded = [count for part in padded if part is not None for count in part.tolist()]
+            padded.append(self._padded_tokens(epoch, begins, pieces, lengths))
+        real = [count for part in tokens for count in part.tolist()]
         if any(part is None for part in padded):
-            self._padded = None
+            return real, None
+        return real, [count for part in padded if part is not None for count in part.tolist()]
 
     def _padded_tokens(
         self, epoch: int, begins: Counts, pieces: list[Piece], lengths: npt.NDArray[Any]

@@ -31,13 +31,7 @@ from frameworm.data.sampling import StepSampler, StepShape
 from frameworm.data.seeding import mix, seeded
 from frameworm.data.skipping import SkippedLog, SkippedSample
 from frameworm.data.streams import is_stream
-from frameworm.data.workers import (
-    SharedEpoch,
-    automatic_workers,
-    measure_workers,
-    usable_workers,
-    worker_candidates,
-)
+from frameworm.data.workers import SharedEpoch, automatic_workers, measure_workers, usable_workers, worker_candidates
 from frameworm.errors import ConfigError, DataError
 
 
@@ -254,13 +248,10 @@ class OptimizedDataLoader:
     def step_shape(self, step: int) -> StepShape:
         """Size of a step of the current epoch on this rank, in samples and, where the data set tells, tokens."""
         self._ready()
-        sampler = self._sampler
-        if sampler is None:
+        if self._sampler is None or self._tokens is None:
             raise DataError("an iterable data set does not tell the shape of its steps beforehand")
-        if self._tokens is None:
-            self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
-        samples, global_samples, *_ = sampler.shape(step)
-        return StepShape(samples, global_samples, *self._tokens.of(sampler, step))
+        samples, global_samples, *_ = self._sampler.shape(step)
+        return StepShape(samples, global_samples, *self._tokens.of(self._sampler, step))
 
     def close(self) -> None:
         """Stop the workers, and the thread that packs; the next iteration starts new ones."""
@@ -274,6 +265,12 @@ class OptimizedDataLoader:
         assert self._packed is not None, "only packed batches come in chunks"
         assert self._sampler is not None
         return self._packed.chunks(self._epoch, self._sampler.take_start(), device)
+
+    def open_ahead(self, epoch: int, device: torch.device | None = None) -> None:
+        """Make the first chunk of the epoch that comes next, which `chunks` then begins with."""
+        if self._packed is not None and self._sampler is not None and self._tokens is not None:
+            self._packed.open_ahead(epoch, device)
+            self._tokens.count(self._sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         placement = self._ready()
@@ -320,7 +317,7 @@ class OptimizedDataLoader:
                 if self._owns_samples and placement.world_size > 1:
                     raise ConfigError("batching packed: ranks that hold samples of their own cannot agree on a shape")
                 self._packed.place(self._sampler)
-            self._tokens = None
+            self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
         self._placement = placement
         self._fill_empty = fill_empty
         self._loader = None

@@ -146,6 +146,12 @@ class CudaDataLoader:
             yield batch
             del batch
 
+    def open_ahead(self, epoch: int) -> None:
+        """Let the first batches of the next epoch be made now, while the device is busy, where the loader can do so."""
+        if self.device.type == "cuda" and getattr(self.loader, "packs", False):
+            with torch.cuda.stream(self._side_stream()):
+                self.loader.open_ahead(epoch, self.device)
+
     def _packed_ahead(self) -> Iterator[Any]:
         """Batches of chunks that cross to the device whole, or are put together there beside the caller's work."""
         stream = self._side_stream()

@@ -124,6 +124,11 @@ class StepSource:
             next(steps, None)
         return steps
 
+    def open_ahead(self, epoch: int) -> None:
+        """Call before the last step of the epoch before: what can be made ready of an epoch's first batches is made."""
+        if self._planned is not None and isinstance(self.loader, CudaDataLoader):
+            self.loader.open_ahead(epoch)
+
     def _planned_steps(self, start: int) -> Iterator[StepBatch]:
         planned = self._planned
         assert planned is not None

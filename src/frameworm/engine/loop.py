@@ -150,6 +150,8 @@ class TrainingLoop:
             last = progress.step_in_epoch + 1 == length or number == max_steps
             if last:
                 clock.divide()  # validation follows, and is a phase of its own
+                if progress.epoch + 1 < self._limits.epochs and number != max_steps:
+                    self._source.open_ahead(progress.epoch + 1)  # after validation the device would wait for it
             if fresh:
                 fresh = False
             else:

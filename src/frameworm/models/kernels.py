@@ -12,7 +12,6 @@ from torch import Tensor
 _LONGEST_HELD = 8192
 # Columns at a time, warps, and rows that a multiprocessor works on at a time; found by trial on an H200.
 _BLOCK, _WARPS, _PROGRAMS_EACH = 4096, 16, 4
-_STAGES = (1, 1)
 
 
 @triton.jit
@@ -57,8 +56,6 @@ def _cross_entropy_kernel(
     vocabulary: tl.constexpr,
     write: tl.constexpr,
     block_size: tl.constexpr,
-    first_stages: tl.constexpr,
-    second_stages: tl.constexpr,
 ):
     """A program goes through every n-th row: reads it for the softmax's sum, and again to write the gradient over it.
 
@@ -76,7 +73,7 @@ def _cross_entropy_kernel(
         # Eight neighbours lie in one thread: their sum is brought to a new maximum together, not each by itself.
         largest = tl.full([block_size // 8], -1e30, tl.float32)
         total = tl.zeros([block_size // 8], tl.float32)
-        for start in tl.range(0, vocabulary, block_size, num_stages=first_stages):
+        for start in range(0, vocabulary, block_size):
             there = start + columns < vocabulary
             values = tl.load(line + start + columns, mask=there, other=float("-inf"), eviction_policy="evict_last")
             powers = tl.reshape(values.to(tl.float32) * to_base_two, [block_size // 8, 8])
@@ -88,7 +85,7 @@ def _cross_entropy_kernel(
         tl.store(losses + row, tl.where(real, log_total / to_base_two - chosen, 0.0))
         if write:
             tl.debug_barrier()  # nobody writes before all have read the target's logit
-            for start in tl.range(0, vocabulary, block_size, num_stages=second_stages):
+            for start in range(0, vocabulary, block_size):
                 there = start + columns < vocabulary
                 values = tl.load(line + start + columns, mask=there, other=0.0, eviction_policy="evict_first")
                 gradient = tl.exp2(values.to(tl.float32) * to_base_two - log_total)
@@ -133,7 +130,5 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_i
             ignore_index,
             **settings,
             block_size=_BLOCK,
-            first_stages=_STAGES[0],
-            second_stages=_STAGES[1],
             num_warps=_WARPS,
         )
