@@ -23,6 +23,7 @@ from frameworm.errors import DeviceError
 
 LOOKED_AT_EPOCHS = 8
 _MOST_BATCHES = 32
+_TIMES_RESIDENT = 8  # a chunk made on the device costs the host the same, however many batches it holds
 _MOST_BYTES = 2**23
 _FIRST_BATCHES = 4
 _MOST_KEPT_SAMPLES = 2**23
@@ -99,7 +100,7 @@ class ChunkPlan:
         device = torch.cuda.current_device() if pin else None
         rows = self.rows(epoch, start)
         return ReadAhead(
-            (rows[part] for part in self._parts(epoch, len(rows), capacity)),
+            (rows[part] for part in self._parts(epoch, len(rows), capacity, _MOST_BATCHES)),
             lambda part: texts.chunk(part, pin=pin),
             # A new thread would otherwise allocate on, and so begin to use, the first GPU.
             start=None if device is None else lambda: torch.cuda.set_device(device),
@@ -111,12 +112,13 @@ class ChunkPlan:
         rows = torch.from_numpy(self.rows(epoch, start))
         if texts.device.type == "cuda":
             rows = rows.pin_memory().to(texts.device, non_blocking=True)
-        return (texts.chunk(rows[part], capacity) for part in self._parts(epoch, len(rows), capacity))
+        parts = self._parts(epoch, len(rows), capacity, _TIMES_RESIDENT * _MOST_BATCHES)
+        return (texts.chunk(rows[part], capacity) for part in parts)
 
-    def _parts(self, epoch: int, count: int, capacity: int) -> Iterator[slice]:
+    def _parts(self, epoch: int, count: int, capacity: int, batches_at_most: int) -> Iterator[slice]:
         """Small chunks first, so that the first step does not wait for a large one; then the next epoch is prepared."""
         size = batch_bytes(self.batch_size, capacity, self._packing.max_seq_len)
-        most = max(1, min(_MOST_BATCHES, _MOST_BYTES // size))
+        most = max(1, min(batches_at_most, _MOST_BYTES // size))
         begin, batches = 0, min(_FIRST_BATCHES, most)
         while begin < count:
             yield slice(begin, min(begin + batches, count))
