@@ -87,7 +87,7 @@ def test_a_model_with_and_without_them(compiled: bool) -> None:
             layer.own_kernels = fused
         model.zero_grad()
         run = torch.compile(model) if compiled and fused else model
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
             loss = run(tokens[:, :-128], tokens[:, 128:])
         loss.backward()
         return loss.item(), torch.cat([item.grad.flatten() for item in model.parameters() if item.grad is not None])
