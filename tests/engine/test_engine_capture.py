@@ -14,15 +14,18 @@ from frameworm import Trainer
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.resolve import resolve
 from frameworm.data.steps import StepBatch
+from frameworm.engine import capture
 from frameworm.engine.capture import EAGER_STEPS, MAX_CHANGES, MAX_SHAPES, CapturedStep, make_recorder
-from frameworm.engine.graphs import CaptureError, Mark
+from frameworm.engine.graphs import KEPT_STEPS, CaptureError, KeptFigures, Mark
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import NoSchedule, Schedule
+from frameworm.engine.static_batch import fill
 from frameworm.engine.step import TrainStep
 from frameworm.engine.trial import TRIAL_STEPS
 from frameworm.engine.update import Update
 from frameworm.errors import ConfigError, DeviceError
+from frameworm.observe.device_clock import MAX_STEPS_AHEAD
 from frameworm.observe.phases import HostClock
 from frameworm.parallel.strategy import Strategy
 
@@ -119,6 +122,34 @@ def test_each_shape_is_recorded_once_and_a_step_counts_its_own_samples() -> None
     result = bench.step.run(bench.number, StepBatch([short], [1], 1))
     assert result.count == 1, "a padded batch of the same shape may hold fewer samples"
     assert "2 shapes" in bench.step.note
+
+
+def test_figures_stay_as_long_as_a_clock_holds_them() -> None:
+    kept = KeptFigures()
+    found = [kept.keep(torch.tensor([float(step), -float(step)])) for step in range(KEPT_STEPS)]
+    assert [(float(loss), float(norm)) for loss, norm in found] == [(float(step), -float(step)) for step in range(64)]
+    assert kept.keep(torch.tensor([9.0, 9.0]))[0] is found[0][0], "made once"
+    assert KEPT_STEPS > MAX_STEPS_AHEAD
+
+
+def test_a_graphs_phases_are_looked_at_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look waits for the device."""
+    monkeypatch.setattr(capture, "SHARES_EVERY", 2)
+    monkeypatch.setattr(capture, "SHARES_SELDOM", 8)
+    bench = Bench()
+    looked: list[int] = []
+    monkeypatch.setattr(Again, "shares", lambda graph: looked.append(graph.replays - 1) or {})
+    bench.train(*_batches(1) * (EAGER_STEPS + 1 + 35))
+    assert looked == [0, 2, 4, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64,) * 3, (torch.int64, torch.float32, torch.int64)])
+def test_a_batch_is_filled_anew(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Whatever its tensors hold: those of one type are copied together."""
+    given = {str(place): torch.arange(place, place + 4).to(dtype) for place, dtype in enumerate(dtypes)}
+    inputs = [torch.zeros_like(tensor) for tensor in given.values()]
+    fill(inputs, StepBatch([given], [4], 4))
+    assert all(torch.equal(target, source) for target, source in zip(inputs, given.values(), strict=True))
 
 
 def test_shapes_beyond_the_limit_run_eagerly() -> None:

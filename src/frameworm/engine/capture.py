@@ -21,7 +21,7 @@ import torch
 from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.adamw_kernel import FusedUpdate
-from frameworm.engine.graphs import CaptureError, GraphRecorder, Mark, Recorded, Recorder, in_words
+from frameworm.engine.graphs import CaptureError, GraphRecorder, KeptFigures, Mark, Recorded, Recorder, in_words
 from frameworm.engine.rates import DeviceRates
 from frameworm.engine.static_batch import fill, own_copy, signature
 from frameworm.engine.step import StepResult, TrainStep
@@ -34,7 +34,7 @@ log = logging.getLogger("frameworm")
 
 MAX_SHAPES = 32
 EAGER_STEPS = 2  # the very first makes the optimizer's state; compiling and autotuning may take another
-SHARES_EVERY = 64
+SHARES_EVERY, SHARES_SELDOM = 64, 1024  # replays between two looks at a graph's phases: each look waits for the device
 MAX_CHANGES = 3
 CLEARLY_FASTER = 0.97
 
@@ -42,11 +42,10 @@ CLEARLY_FASTER = 0.97
 class _Shape:
     """One shape of batch: whether it has run eagerly, and the graph once there is one."""
 
-    __slots__ = ("counts_samples", "eager_only", "fixed_count", "graph", "inputs", "replays", "shares", "slots", "warm")
-
     def __init__(self) -> None:
         self.warm = False
-        self.replays = 0
+        self.replays = self.look_at = 0
+        self.figures = KeptFigures()
         self.eager_only = False
         self.graph: Recorded | None = None
         self.inputs: list[torch.Tensor] = []
@@ -96,7 +95,7 @@ class CapturedStep:
         text += f"; {self._tried})" if self._tried else ")"
         if self._crowded:
             text += f"; batches came in more than {MAX_SHAPES} shapes, the rest ran eagerly (data.batching: bucketed)"
-        return text + f"; phases inside a graph were timed in one of {SHARES_EVERY} replays"
+        return text + "; phases inside a graph were timed in some replays"
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """As `TrainStep.run`."""
@@ -210,7 +209,7 @@ class CapturedStep:
         fill(shape.inputs, batch)
         graph.replay()
         update.schedule.after_step()
-        figures = graph.output.clone().unbind(0)  # the next replay overwrites the original
+        figures = shape.figures.keep(graph.output)  # the next replay overwrites the original
         slots = shape.slots
         update.grad_norm = figures[slots["grad_norm"]] if "grad_norm" in slots else None
         update.skipped = figures[slots["skipped"]] if "skipped" in slots else None
@@ -218,8 +217,9 @@ class CapturedStep:
             count: torch.Tensor | float = figures[slots["count"]]
         else:
             count = batch.local_samples if shape.counts_samples else shape.fixed_count
-        if shape.replays % SHARES_EVERY == 0:
+        if shape.replays >= shape.look_at:
             shape.shares = graph.shares()
+            shape.look_at += min(max(shape.look_at, SHARES_EVERY), SHARES_SELDOM)
         shape.replays += 1
         self.captured_steps += 1
         if shape.shares:

@@ -10,6 +10,8 @@ import torch
 
 Mark = Callable[[str], None]
 
+KEPT_STEPS = 64  # more than a host is ever ahead of its device; see observe/device_clock.py
+
 
 class CaptureError(Exception):
     """A step could not be recorded; training goes on without."""
@@ -55,6 +57,24 @@ class CudaGraph:
             last = event
         total = sum(times.values())
         return {name: time / total for name, time in times.items()} if total else {}
+
+
+class KeptFigures:
+    """Copies of a graph's figures for as many steps as a clock may hold them; made once, and filled in turn."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+        self._turn = 0
+
+    def keep(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The figures by themselves; the same tensors come again after `KEPT_STEPS` calls."""
+        if not self._rows:
+            rows = output.new_empty(KEPT_STEPS, *output.shape).unbind(0)
+            self._rows = [(row, row.unbind(0)) for row in rows]
+        row, figures = self._rows[self._turn]
+        self._turn = (self._turn + 1) % KEPT_STEPS
+        row.copy_(output)
+        return figures
 
 
 class GraphRecorder:

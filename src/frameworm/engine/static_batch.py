@@ -49,7 +49,14 @@ def fill(inputs: list[torch.Tensor], batch: StepBatch) -> None:
             given = list(tensors_in(first))
     else:
         given = [tensor for micro in batch.batches for tensor in tensors_in(micro)]
-    torch._foreach_copy_(inputs, given, non_blocking=True)
+    if len({tensor.dtype for tensor in inputs}) == 1:
+        torch._foreach_copy_(inputs, given, non_blocking=True)
+        return
+    # Together in one kernel only if they are of one type.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+        places = [place for place, tensor in enumerate(inputs) if tensor.dtype == dtype]
+        targets, sources = [inputs[place] for place in places], [given[place] for place in places]
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _cloned(batch: Any) -> Any:
