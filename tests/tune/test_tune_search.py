@@ -193,6 +193,19 @@ def test_what_takes_longer_to_start_than_the_whole_run_is_not_even_tried() -> No
     assert "the whole run takes" in attempt_of(result, "compile").reason
 
 
+@pytest.mark.parametrize(("time_s", "tried"), [(130.0, False), (200.0, True)])
+def test_what_cannot_start_in_time_is_not_begun(time_s: float, tried: bool) -> None:
+    """It would be stopped before it has measured anything, and the time be lost."""
+    machine = Machine(lambda model: switches(model, a=0.8, autotune=0.9))
+    knobs = [planted("a", True), planted("autotune", True, setup_s=100.0, expected_gain=0.01)]
+    result = search(machine, knobs, config_of(a=False, autotune=False), budget=Budget(time_s=time_s))
+    assert "model.a" in result.changes
+    assert ("model.autotune" in result.changes) == tried
+    if not tried:
+        assert "takes about 100 s to start, and" in attempt_of(result, "autotune").reason
+        assert result.stopped.startswith("all was tried that the budget has time for; model.autotune")
+
+
 def test_other_mathematics_need_consent() -> None:
     knobs = [planted("sparse", True, mathematics="more")]
     refused = search(Machine(lambda model: switches(model, sparse=0.5)), knobs, config_of(sparse=False))

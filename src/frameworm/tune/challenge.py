@@ -73,7 +73,7 @@ class Challenge:
         run_s = self.result.run_s(self.best)
         if run_s is not None and setup_s >= run_s:
             return f"takes about {setup_s:.0f} s to start, and the whole run takes {run_s:.0f} s"
-        return self.context.why_not(candidate.changes)
+        return self.context.why_not(candidate.changes) or self.ledger.no_time_to_start(setup_s)
 
     def screen(self, candidate: Candidate, why: str) -> tuple[Attempt, TrialResult]:
         """A trial of a candidate; `inconclusive` means that a proof is worth while."""

@@ -36,6 +36,7 @@ log = logging.getLogger("frameworm")
 _DEADLY = 2
 # Once a change that has to be compiled is accepted, all that follow compile too.
 _LATELY = 3
+NO_TIME = "of the budget are left for it"
 # Both sides start, take turns and learn.
 _TRIALS_IN_PROOF = 3
 
@@ -213,6 +214,15 @@ class Ledger:
         if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
             return False
         return self.budget.time_s is None or self._beside(reserve, self.budget.time_s) >= seconds
+
+    def no_time_to_start(self, setup_s: float) -> str | None:
+        """Why a trial whose start takes so long is not worth beginning; it would be stopped before it has measured."""
+        if not setup_s or self.budget.time_s is None:
+            return None
+        left_s = self._beside(1, self.budget.time_s)
+        if left_s >= setup_s + self.usual_s("trial") / 2:
+            return None
+        return f"takes about {setup_s:.0f} s to start, and {max(left_s, 0.0):.0f} s {NO_TIME}"
 
     def _once(
         self,

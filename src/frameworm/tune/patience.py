@@ -15,6 +15,7 @@ _LEAST_S = 30.0
 _TIMES_LONGEST = 2.0
 # And so much longer than one that does neither, until the first that compiles has shown what that takes.
 _FIRST_COMPILE_S = 90.0
+_FIRST_TIMED_COMPILE_S = 240.0  # where kernels are timed
 # A proof may always take so many times what it should.
 _TIMES_EXPECTED = 1.5
 # Nor may a trial take more than so many times what one took before, where it has nothing to compile.
@@ -47,7 +48,8 @@ class Patience:
         known_s = self._longest_s.get(kind)
         least_s = _TIMES_LONGEST * (known_s or 0.0)
         if known_s is None and config.gpu.compile_model:
-            least_s = (self.usual_s or 0.0) + _FIRST_COMPILE_S
+            timed = config.gpu.compile_mode.startswith("max-autotune")
+            least_s = (self.usual_s or 0.0) + (_FIRST_TIMED_COMPILE_S if timed else _FIRST_COMPILE_S)
         limit = self._limit(timeout_s, 1, least_s)
         if self.usual_s is not None and not prepares(config):
             limit = min(limit, Limit(max(_LEAST_TIMES_S, _MOST_TIMES * self.usual_s), False))

@@ -15,7 +15,7 @@ from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
-from frameworm.tune.ledger import BudgetSpentError, Ledger
+from frameworm.tune.ledger import NO_TIME, BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
 from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, promise_of
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
@@ -106,9 +106,10 @@ class Search:
         self._challenge.prove_total()
         list_skipped(self._knobs.values(), self._challenge, self._tried, why)
         skipped = [item for item in self.result.attempts if item.status == "skipped" and item.why != "interaction"]
-        unchecked = [item.label for item in skipped if WANTS_CHECK in item.reason]
+        unchecked = [f"{item.label} {WANTS_CHECK}" for item in skipped if WANTS_CHECK in item.reason]
+        unchecked += [f"{item.label} {item.reason}" for item in skipped if NO_TIME in item.reason]
         if unchecked and why == _ALL:
-            why = f"all was tried that the budget has time for; {unchecked[0]} {WANTS_CHECK}"
+            why = f"all was tried that the budget has time for; {unchecked[0]}"
         return self._ended(why)
 
     # One knob
