@@ -20,7 +20,7 @@ from frameworm.engine.graphs import KEPT_STEPS, CaptureError, KeptFigures, Mark
 from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import NoSchedule, Schedule
-from frameworm.engine.static_batch import fill
+from frameworm.engine.static_batch import StaticInputs, own_copy
 from frameworm.engine.step import TrainStep
 from frameworm.engine.trial import TRIAL_STEPS
 from frameworm.engine.update import Update
@@ -147,9 +147,19 @@ def test_a_graphs_phases_are_looked_at_ever_more_seldom(monkeypatch: pytest.Monk
 def test_a_batch_is_filled_anew(dtypes: tuple[torch.dtype, ...]) -> None:
     """Whatever its tensors hold: those of one type are copied together."""
     given = {str(place): torch.arange(place, place + 4).to(dtype) for place, dtype in enumerate(dtypes)}
-    inputs = [torch.zeros_like(tensor) for tensor in given.values()]
-    fill(inputs, StepBatch([given], [4], 4))
-    assert all(torch.equal(target, source) for target, source in zip(inputs, given.values(), strict=True))
+    first, *others = given.values()
+    for batch in (
+        given,
+        {"nested": given},
+        [first, others],
+        {"a": {"x": first, "y": others[0]}, "b": 5, "c": others[1]},
+    ):
+        step = StepBatch([batch], [4], 4)
+        inputs = StaticInputs(own_copy(step))
+        for tensor in inputs.tensors:
+            tensor.zero_()
+        inputs.fill(step)
+        assert all(torch.equal(target, source) for target, source in zip(inputs.tensors, given.values(), strict=True))
 
 
 def test_shapes_beyond_the_limit_run_eagerly() -> None:

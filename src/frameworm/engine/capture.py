@@ -18,12 +18,11 @@ from pathlib import Path
 
 import torch
 
-from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.adamw_kernel import FusedUpdate
 from frameworm.engine.graphs import CaptureError, GraphRecorder, KeptFigures, Mark, Recorded, Recorder, in_words
 from frameworm.engine.rates import DeviceRates
-from frameworm.engine.static_batch import fill, own_copy, signature
+from frameworm.engine.static_batch import StaticInputs, own_copy, signature
 from frameworm.engine.step import StepResult, TrainStep
 from frameworm.engine.trial import DeviceState, disagreement, try_steps
 from frameworm.errors import DeviceError
@@ -48,7 +47,7 @@ class _Shape:
         self.figures = KeptFigures()
         self.eager_only = False
         self.graph: Recorded | None = None
-        self.inputs: list[torch.Tensor] = []
+        self.inputs: StaticInputs | None = None
         self.shares: dict[str, float] | None = None
         self.slots: dict[str, int] = {}  # where in the graph's output loss, gradient norm and the like lie
         self.counts_samples = True
@@ -164,7 +163,7 @@ class CapturedStep:
         try:
             assert self._rates is not None
             static = own_copy(batch)
-            shape.inputs = [tensor for micro in static.batches for tensor in tensors_in(micro)]
+            shape.inputs = StaticInputs(static)
             before = DeviceState.of(self.eager)
             self.update.one_pass = self._one_pass
             with self._rates.on_device():
@@ -202,11 +201,12 @@ class CapturedStep:
         graph, update, rates = shape.graph, self.update, self._rates
         assert graph is not None
         assert rates is not None
+        assert shape.inputs is not None
         update.schedule.before_step(step)
         rates.send()
         if update.halves is not None:
             update.halves.follow()
-        fill(shape.inputs, batch)
+        shape.inputs.fill(batch)
         graph.replay()
         update.schedule.after_step()
         figures = shape.figures.keep(graph.output)  # the next replay overwrites the original

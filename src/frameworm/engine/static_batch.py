@@ -40,23 +40,34 @@ def own_copy(batch: StepBatch) -> StepBatch:
     return StepBatch([_cloned(micro) for micro in batch.batches], list(batch.samples), batch.global_samples)
 
 
-def fill(inputs: list[torch.Tensor], batch: StepBatch) -> None:
-    """Copy a batch into the tensors of another of the same signature."""
-    first = batch.batches[0]
-    if len(batch.batches) == 1 and type(first) is dict:
-        given = list(first.values())
-        if len(given) != len(inputs):  # nested, or with plain values among the tensors
-            given = list(tensors_in(first))
-    else:
-        given = [tensor for micro in batch.batches for tensor in tensors_in(micro)]
-    if len({tensor.dtype for tensor in inputs}) == 1:
-        torch._foreach_copy_(inputs, given, non_blocking=True)
-        return
-    # Together in one kernel only if they are of one type.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
-        places = [place for place, tensor in enumerate(inputs) if tensor.dtype == dtype]
-        targets, sources = [inputs[place] for place in places], [given[place] for place in places]
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+class StaticInputs:
+    """The tensors that a recorded step reads.
+
+    Args:
+        batch: Holds them.
+    """
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.tensors = _tensors_of(batch)
+        first = batch.batches[0]
+        # Most batches are one flat dict, whose tensors need not be looked for.
+        alone = len(batch.batches) == 1 and type(first) is dict
+        self._flat = alone and all(isinstance(value, torch.Tensor) for value in first.values())
+        # Copied in one kernel only if they are of one type.
+        self._groups: list[tuple[list[torch.Tensor], list[int]]] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors):
+            places = [place for place, tensor in enumerate(self.tensors) if tensor.dtype == dtype]
+            self._groups.append(([self.tensors[place] for place in places], places))
+
+    def fill(self, batch: StepBatch) -> None:
+        """Copy a batch of the same signature into them."""
+        given = list(batch.batches[0].values()) if self._flat else _tensors_of(batch)
+        for targets, places in self._groups:
+            torch._foreach_copy_(targets, [given[place] for place in places], non_blocking=True)
+
+
+def _tensors_of(batch: StepBatch) -> list[torch.Tensor]:
+    return [tensor for micro in batch.batches for tensor in tensors_in(micro)]
 
 
 def _cloned(batch: Any) -> Any:
