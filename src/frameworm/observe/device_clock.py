@@ -36,7 +36,7 @@ GROUPS_IN_FLIGHT = 2
 MAX_STEPS_AHEAD = GROUP_STEPS * (GROUPS_IN_FLIGHT + 1) + 1
 # Longer steps do not feel four events; shorter ones did in the overhead benchmark. A choice, not a measurement.
 SHORT_STEP_S = 0.02
-# Two events in a row lie 1.3 to 1.7 us apart on an H200: a gap no longer than this is the clock itself.
+# Two events in a row lie a little apart: a gap no longer than this is the clock itself. A choice, not a measurement.
 BETWEEN_EVENTS_S = 2e-6
 # No divisor in common with what recurs every 8, 10 or 32 steps, such as the groups here: each shows by its true share.
 DIVIDE_EVERY = 7
