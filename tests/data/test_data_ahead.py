@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from frameworm.data.ahead import ReadAhead, yielding_often
+from frameworm.data.ahead import ReadAhead
 
 
 def threads() -> list[threading.Thread]:
@@ -91,10 +90,3 @@ def test_the_start_runs_first_in_the_thread() -> None:
     )
     list(reader)
     assert seen == ["frameworm-read-ahead", "made"]
-
-
-def test_other_threads_are_let_in_often_for_a_while() -> None:
-    usual_s = sys.getswitchinterval()
-    with yielding_often():
-        assert sys.getswitchinterval() == pytest.approx(1e-4)
-    assert sys.getswitchinterval() == usual_s

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from frameworm import Trainer
-from frameworm.engine.processors import _onednn_at_first, bind_to_share, share_of
+from frameworm.engine.processors import TURN_S, _onednn_at_first, bind_to_share, share_of
 
 
 @pytest.fixture
@@ -35,6 +36,22 @@ def test_training_uses_the_threads_asked_for() -> None:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_threads=wanted, run_dir=None)
     trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
     assert torch.get_num_threads() == wanted
+
+
+@pytest.mark.parametrize("usual_s", [0.004, 5e-5])
+def test_threads_take_quick_turns_while_training(usual_s: float) -> None:
+    before_s = sys.getswitchinterval()
+    seen: list[float] = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(lambda *_: seen.append(sys.getswitchinterval()))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=None)
+    try:
+        sys.setswitchinterval(usual_s)
+        trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
+        assert seen == [pytest.approx(min(usual_s, TURN_S), abs=2e-6)]
+        assert sys.getswitchinterval() == pytest.approx(usual_s, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 @pytest.fixture

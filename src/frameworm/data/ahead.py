@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,21 +10,6 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-
-_OFTEN_S = 1e-4  # how long a thread may keep the others from Python; its own 5 ms are many steps of a small model
-_yielding = threading.Lock()
-
-
-@contextlib.contextmanager
-def yielding_often() -> Iterator[None]:
-    """Let other threads in often while this one computes beside training; one thread at a time does so."""
-    with _yielding:
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(usual_s, _OFTEN_S))
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(usual_s)
 
 
 class ReadAhead(Iterator[Made], Generic[Item, Made]):

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frameworm.data.ahead import ReadAhead, yielding_often
+from frameworm.data.ahead import ReadAhead
 from frameworm.data.counts import groups_of_steps
 from frameworm.data.packed import MISSING, PackedTexts, batch_bytes, round_capacity
 from frameworm.data.resident import ResidentTexts, fits_device
@@ -88,10 +88,9 @@ class ChunkPlan:
 
     def _draw(self, epoch: int) -> None:
         """In the thread: all that can be known of an epoch before it begins."""
-        with yielding_often():
-            if epoch not in self._needs or not self._sampler.has_order(epoch):
-                self._measure(epoch)
-            self._ready[epoch] = self._rows(epoch, 0)
+        if epoch not in self._needs or not self._sampler.has_order(epoch):
+            self._measure(epoch)
+        self._ready[epoch] = self._rows(epoch, 0)
 
     def host_chunks(self, epoch: int, start: int, pin: bool) -> ReadAhead[Any, dict[str, Tensor]]:
         """Chunks in host memory, put together in a thread."""
