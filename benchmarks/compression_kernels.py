@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 from unittest import mock
 
@@ -43,6 +42,7 @@ from harness import (
     names_among,
     table,
     tell_progress,
+    timed,
     times_as_fast,
     write_results,
 )
@@ -303,23 +303,6 @@ def shaped(name: str, tile: tuple[int, int] | None) -> Iterator[None]:
     module, second = (kernels_sparse, "VALUES_PER_THREAD") if name == "topk" else (kernels, "WARPS")
     with mock.patch.object(module, "VALUES_PER_PROGRAM", tile[0]), mock.patch.object(module, second, tile[1]):
         yield
-
-
-def timed(work: Callable[[], None], repeats: int, device: torch.device) -> Sample:
-    """Time of one call, out of several in a row."""
-    if device.type != "cuda":
-        before = perf_counter()
-        for _ in range(repeats):
-            work()
-        return Sample((perf_counter() - before) / repeats, 0.0)
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    work()  # brings the clocks up and the host ahead of the device
-    first.record()
-    for _ in range(repeats):
-        work()
-    last.record()
-    last.synchronize()
-    return Sample(first.elapsed_time(last) / repeats / 1e3, 0.0)
 
 
 def equal_share(case: Case) -> float:

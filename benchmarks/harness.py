@@ -164,6 +164,23 @@ def interleave(
     return {name: measured[name] for name in names if name not in (failures or {})}
 
 
+def timed(work: Callable[[], None], repeats: int, device: torch.device) -> Sample:
+    """Time of one call, out of several in a row."""
+    if device.type != "cuda":
+        before = perf_counter()
+        for _ in range(repeats):
+            work()
+        return Sample((perf_counter() - before) / repeats, 0.0)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    work()  # brings the clocks up and the host ahead of the device
+    first.record()
+    for _ in range(repeats):
+        work()
+    last.record()
+    last.synchronize()
+    return Sample(first.elapsed_time(last) / repeats / 1e3, 0.0)
+
+
 def paired(
     contender: Measured, baseline: Measured, compare: Callable[[float, float], float], clock: str = "step_s"
 ) -> Interval:

@@ -178,7 +178,7 @@ def measure_wait(name: str, steps: int, skip: int, data: Path, extra: list[str])
             return {"error": f"{type(error).__name__}: {error}"}
     share = wait_share(kept.steps, skip)
     divided = _divided(kept.steps, skip)
-    waits_us = [_waited_s(step) * 1e6 for step in divided]
+    waits_us = [(_waited_s(step) * 1e6, step.step) for step in divided]
     if share is None:
         return {"error": f"none of the {record.steps} steps after step {skip} was divided into phases; train more"}
     return {
@@ -187,8 +187,11 @@ def measure_wait(name: str, steps: int, skip: int, data: Path, extra: list[str])
         "goal": MOST_WAIT,
         "met": share <= MOST_WAIT,
         "divided_steps": len(waits_us),
-        "wait_us": {f"p{share}": float(np.percentile(waits_us, share)) for share in (10, 50, 90, 99, 100)},
-        "longest_waits_us": sorted(((_waited_s(step) * 1e6, step.step) for step in divided), reverse=True)[:8],
+        "wait_us": {
+            f"p{part}": float(np.percentile([wait_us for wait_us, _ in waits_us], part))
+            for part in (10, 50, 90, 99, 100)
+        },
+        "longest_waits_us": sorted(waits_us, reverse=True)[:8],  # with their steps
         "median_step_us": statistics.median(step.step_s for step in kept.steps if step.step > skip) * 1e6,
         "captured_steps": record.captured_steps,
         "padding_waste": record.padding_waste,
@@ -253,7 +256,12 @@ def _arguments() -> argparse.Namespace:
     add("--parts", type=names_among(PARTS), default=usual, help="waste, wait or both")
     add("--batchings", type=names_among(BATCHINGS), default=list(BATCHINGS), help="names, comma between")
     add("--batches", type=lambda text: [int(part) for part in text.split(",")], default=list(BATCHES))
-    add("--steps", type=int, default=6000, help="steps of a training in part wait; short ones are divided now and then")
+    add(
+        "--steps",
+        type=int,
+        default=6000,
+        help="steps of a training in part wait; of short steps one in some is looked into",
+    )
     add("--skip", type=int, default=100, help="steps at the beginning that do not count")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all")
     add("--out", type=Path, default=RESULTS, help="folder for the results")

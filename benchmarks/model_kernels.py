@@ -25,8 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from compression_kernels import timed
-from harness import RESULTS, as_data, interleave, names_among, table, tell_progress, times_as_fast, write_results
+from harness import RESULTS, as_data, interleave, names_among, table, tell_progress, timed, times_as_fast, write_results
 from torch import Tensor
 
 Work = Callable[[], object]
@@ -44,7 +43,7 @@ def shaped(work: Work, module: Any, names: tuple[str, ...], values: tuple[Any, .
     return run
 
 
-def others(work: Work, module: Any, names: tuple[str, ...], shapes: Iterable[tuple[Any, ...]]) -> dict[str, Work]:
+def with_shapes(work: Work, module: Any, names: tuple[str, ...], shapes: Iterable[tuple[Any, ...]]) -> dict[str, Work]:
     """The work with the shapes that ship, and with each of the others."""
     present = tuple(getattr(module, name) for name in names)
     found = {f"{SHIPPED} {_word(present)}": work}
@@ -66,18 +65,12 @@ def drawn(*sizes: int, device: torch.device) -> Tensor:
 def norm(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     """Layer norm's backward."""
     from frameworm.models import norm_kernels
+    from frameworm.models.stream_norm import norm_backward_in_steps
 
     rows, width = (16, 64) if small else (65_536, 768)
     gradient, stream, inputs = (drawn(rows, width, device=device) for _ in range(3))
     weight, means = torch.randn(width, device=device), inputs.float().mean(1)
     scales = (inputs.float().var(1, correction=0) + 1e-5).rsqrt()
-
-    def by_torch(gradient: Tensor, stream: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
-        given, values = gradient.float(), (inputs.float() - means[:, None]) * scales[:, None]
-        weighed = given * weight
-        level, slope = weighed.mean(1, keepdim=True), (weighed * values).mean(1, keepdim=True)
-        result = ((weighed - level - values * slope) * scales[:, None] + stream).to(inputs.dtype)
-        return result, (given * values).sum(0), given.sum(0), stream.float().sum(0)
 
     shapes = [
         shape
@@ -85,9 +78,10 @@ def norm(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
         if 16 <= shape[0] * 32 // shape[1] <= 64 and shape[1] * shape[2] <= 32
     ]
     names = ("_ROWS", "_WARPS", "_PROGRAMS_EACH", "_STAGES")
-    work = partial(norm_kernels.norm_backward, gradient, stream, inputs, weight, means, scales)
-    reference = partial(torch.compile(by_torch, dynamic=False), gradient, stream, inputs)
-    return {"norm": {**others(work, norm_kernels, names, shapes[:1] if small else shapes), BY_TORCH: reference}}
+    given = (gradient, stream, inputs, weight, means, scales)
+    work = partial(norm_kernels.norm_backward, *given)
+    reference = partial(torch.compile(norm_backward_in_steps, dynamic=False), *given)
+    return {"norm": {**with_shapes(work, norm_kernels, names, shapes[:1] if small else shapes), BY_TORCH: reference}}
 
 
 def causal(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
@@ -111,7 +105,7 @@ def causal(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
         ((own, other, warps, stages),)
         for own, other, (warps, stages) in itertools.product((64, 128), (64, 128), ((4, 2), (4, 3), (8, 2), (8, 3)))
     ][: 1 if small else None]
-    shaped_by = partial(others, module=causal_attention, shapes=tiles)
+    shaped_by = partial(with_shapes, module=causal_attention, shapes=tiles)
     return {
         "causal forward": {
             **shaped_by(forward, names=("_FORWARD_TILES",)),
@@ -142,7 +136,7 @@ def short(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
         ((own, other, warps, stages),)
         for own, other, (warps, stages) in itertools.product((32, 64, 128), (32, 64), ((2, 2), (4, 2), (4, 3), (8, 2)))
     ][: 1 if small else None]
-    shaped_by = partial(others, module=short_attention, shapes=tiles)
+    shaped_by = partial(with_shapes, module=short_attention, shapes=tiles)
     return {
         "short forward": shaped_by(forward, names=("_FORWARD_TILES",)),
         "short backward": shaped_by(backward, names=("_BACKWARD_TILES",)),
@@ -151,31 +145,26 @@ def short(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
 
 def loss(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     """Softmax and its gradient over the logits; the gradient of a gradient is as good to time."""
-    from frameworm.models import kernels
+    from frameworm.models import kernels, linear_loss
 
     rows, words = (2, 9_000) if small else (9_472, 50_304)
     logits = drawn(rows, words, device=device)
     targets = torch.randint(0, words, (rows,), device=device)
     losses = torch.empty(rows, device=device)
 
-    def by_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        values = logits.float()
-        log_total = values.logsumexp(1, keepdim=True)
-        gradient = (values - log_total).exp() - F.one_hot(targets, words)
-        return log_total.squeeze(1) - values.gather(1, targets[:, None]).squeeze(1), gradient.to(logits.dtype)
-
     shapes = list(itertools.product((2048, 4096, 8192), (4, 8, 16), (1, 2, 4, 8)))
     shapes = [shape for shape in shapes if 8 <= shape[0] // (32 * shape[1]) <= 64 and shape[1] * shape[2] <= 64]
-    work = partial(kernels.cross_entropy_rows, logits, targets, losses, -100, True)
+    given = (logits, targets, losses, -100, True)
+    work = partial(kernels.cross_entropy_rows, *given)
     names = ("_BLOCK", "_WARPS", "_PROGRAMS_EACH")
-    reference = partial(torch.compile(by_torch, dynamic=False), logits, targets)
-    return {"loss": {**others(work, kernels, names, shapes[:1] if small else shapes), BY_TORCH: reference}}
+    reference = partial(torch.compile(linear_loss._cross_entropy_rows, dynamic=False), *given)
+    return {"loss": {**with_shapes(work, kernels, names, shapes[:1] if small else shapes), BY_TORCH: reference}}
 
 
 CASES = {"norm": norm, "causal": causal, "short": short, "loss": loss}
 
 
-def runs(work: Work) -> str | None:
+def why_not(work: Work) -> str | None:
     """Why a shape cannot be used, if it cannot: too much shared memory, or nothing the compiler knows."""
     try:
         work()
@@ -187,12 +176,13 @@ def runs(work: Work) -> str | None:
 def measure(name: str, contenders: dict[str, Work], rounds: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """All shapes of one kernel in turns."""
     tell_progress(f"{name}: {len(contenders)} ways")
-    refused = {label: why for label, work in contenders.items() if (why := runs(work)) is not None}
+    ships = next(label for label in contenders if label.startswith(SHIPPED))
+    others = {label: work for label, work in contenders.items() if label not in (ships, BY_TORCH)}
+    refused = {label: why for label, work in others.items() if (why := why_not(work)) is not None}
     blocks = {
         label: partial(timed, work, repeats, device) for label, work in contenders.items() if label not in refused
     }
     found = interleave(blocks, rounds, lambda text: None)
-    ships = next(label for label in contenders if label.startswith(SHIPPED))
     ranked = sorted(found, key=lambda label: found[label].step_s)
     rows = [(label, f"{found[label].step_s * 1e6:.1f}") for label in ranked[:6]]
     rows += [(label, f"{found[label].step_s * 1e6:.1f}") for label in (ships, BY_TORCH) if label in ranked[6:]]

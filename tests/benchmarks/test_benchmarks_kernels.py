@@ -49,11 +49,25 @@ def test_every_kernel_is_timed(
     assert "shipped" in capsys.readouterr().out
 
 
+def test_a_shape_that_cannot_be_used_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = runpy.run_path(str(FOLDER / "model_kernels.py"))
+
+    def fails() -> None:
+        raise RuntimeError("out of shared memory\nand more")
+
+    cpu = torch.device("cpu")
+    found = script["measure"]("planted", {"shipped 1": lambda: None, "2": fails}, 1, 1, cpu)
+    assert found["refused"] == {"2": "RuntimeError: out of shared memory"}
+    assert list(found["us"]) == ["shipped 1"]
+    with pytest.raises(RuntimeError, match="out of shared memory"):  # what ships must run
+        script["measure"]("planted", {"shipped 1": fails, "2": lambda: None}, 1, 1, cpu)
+
+
 def test_without_a_gpu_it_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(str(FOLDER))
     script = str(FOLDER / "model_kernels.py")
     monkeypatch.setattr(sys, "argv", [script])

@@ -103,12 +103,12 @@ def test_products_by_torchs_own_operations(left_transposed: bool, right_transpos
 def test_a_stream_is_added_inside(bias: bool) -> None:
     torch.manual_seed(2)
     layer, inputs = nn.Linear(8, 16, bias), torch.randn(5, 8)
-    streams = [torch.randn(5, 16, requires_grad=True)] * 2
-    mine = products._linear(inputs, layer.weight, layer.bias, streams[0])
-    theirs = streams[1] + plain(inputs, layer)
+    stream = torch.randn(5, 16, requires_grad=True)
+    mine = products._linear(inputs, layer.weight, layer.bias, stream)
+    theirs = stream + plain(inputs, layer)
     torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(linear(inputs, layer, streams[0]), theirs)
-    wanted = (streams[0], *layer.parameters())
+    torch.testing.assert_close(linear(inputs, layer, stream), theirs)
+    wanted = (stream, *layer.parameters())
     for one, other in zip(torch.autograd.grad(mine.sum(), wanted), torch.autograd.grad(theirs.sum(), wanted)):
         torch.testing.assert_close(one, other)
 

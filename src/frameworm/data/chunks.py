@@ -80,7 +80,7 @@ class ChunkPlan:
         return np.concatenate([rows.reshape(-1, self.batch_size) for rows in found])
 
     def prepare(self, epoch: int) -> None:
-        """Draw an epoch's order in a thread, so that nobody waits for it when that epoch begins."""
+        """Draw an epoch's order and put its rows together in a thread, so that nobody waits when that epoch begins."""
         if epoch < self._epochs and epoch not in self._preparing and epoch not in self._ready:
             thread = threading.Thread(target=self._draw, args=(epoch,), name="frameworm-next-epoch", daemon=True)
             self._preparing[epoch] = thread

@@ -232,7 +232,7 @@ class TrainingLoop:
             if loss is not None and count:
                 progress.loss_sum += loss * count
                 progress.count_sum += count
-            progress.epoch_s += timed.step_s - phases.get(VALIDATION, 0.0) - phases.get(CHECKPOINT, 0.0)
+            progress.epoch_s += timed.training_s
             record = StepRecord(
                 number,
                 epoch,

@@ -45,7 +45,7 @@ def multiply(
     n = right.size(0) if right_transposed else right.size(1)
     result = left.new_empty(m, n) if out is None else out
     sizes = Sizes(m, n, k, left.dtype, result.dtype, ending, left_transposed, right_transposed, left.device.index)
-    if not _suits(left, right, result, sizes):
+    if not _suits(sizes, left, right, result, *(() if onto is None else (onto,))):
         return _in_steps(left, right, sizes, aside, bias, result, onto)
     with torch.cuda.device(left.device):
         plan = plan_for(sizes)
@@ -55,13 +55,13 @@ def multiply(
     return result
 
 
-def _suits(left: Tensor, right: Tensor, result: Tensor, sizes: Sizes) -> bool:
+def _suits(sizes: Sizes, left: Tensor, right: Tensor, *others: Tensor) -> bool:
     if not left.is_cuda or library() is None or left.dtype == torch.float32 or left.dtype not in DTYPES:
         return False
     m, n, k = sizes[:3]
     if not (m and n and k) or (sizes.ending not in WITH_GELU and m * n * k < LARGE):
         return False
-    starts = (item.data_ptr() % ALIGNMENT == 0 for item in (left, right, result))
+    starts = (item.data_ptr() % ALIGNMENT == 0 for item in (left, right, *others))
     return fits(n, left.size(1), right.size(1)) and all(starts)
 
 

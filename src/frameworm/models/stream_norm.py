@@ -70,6 +70,13 @@ def _norm_backward(
         from frameworm.models.norm_kernels import norm_backward
 
         return norm_backward(gradient.contiguous(), stream.contiguous(), inputs.contiguous(), weight, means, scales)
+    return norm_backward_in_steps(gradient, stream, inputs, weight, means, scales)
+
+
+def norm_backward_in_steps(
+    gradient: Tensor, stream: Tensor, inputs: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the kernel does, by torch's own operations."""
     given, values = gradient.float(), (inputs.float() - means[:, None]) * scales[:, None]
     sums = torch.stack([(given * values).sum(0), given.sum(0), stream.float().sum(0)])
     given = given * weight

@@ -24,7 +24,6 @@ from frameworm.observe.phases import (
     DATA_WAIT,
     OTHER,
     TRANSFER,
-    VALIDATION,
     HostClock,
     StepClock,
     Timed,
@@ -234,7 +233,7 @@ class CudaClock:
             self._free.extend(event for _, event in step.marks[:-1])
             for backward in step.sent.values():
                 self._free.extend(backward.moments())
-        self._short = min(_training_s(item) for item in timed) < SHORT_STEP_S
+        self._short = min(item.training_s for item in timed) < SHORT_STEP_S
         return timed
 
 
@@ -279,11 +278,6 @@ def _device_phases(step: _Pending) -> tuple[float, dict[str, float], StepCommuni
             elapsed_s -= exposed_s
         phases[name] = phases.get(name, 0.0) + elapsed_s
     return step_s, phases if step.divided else {}, communication if communication.buckets else None
-
-
-def _training_s(item: Timed) -> float:
-    """What the step took beside validation and checkpoints."""
-    return item.step_s - item.phases.get(VALIDATION, 0.0) - item.phases.get(CHECKPOINT, 0.0)
 
 
 def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

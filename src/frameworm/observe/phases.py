@@ -48,6 +48,11 @@ class Timed:
         self.communication = communication  # None where nothing was sent, or nobody looked
         self.ended_at = ended_at  # by the host's clock; None: not long ago
 
+    @property
+    def training_s(self) -> float:
+        """What the step took beside validation and checkpoints."""
+        return self.step_s - self.phases.get(VALIDATION, 0.0) - self.phases.get(CHECKPOINT, 0.0)
+
 
 class StepClock(Protocol):
     """Measures steps; `mark(name)` says that the time since the last mark belonged to that phase."""
