@@ -53,7 +53,7 @@ def test_all_combinations_keep_the_batch_and_leave_out_what_is_approximate(tuner
     regret = tuner.tuner_regret
     config = load_config_from_mapping({"name": "a"}, list(regret.REAL_SETTINGS), environ={})
     machine = MachineFacts("cpu", bf16=True, cpus_usable=2, torch_threads=2)
-    context = Context(config, machine, WorkloadFacts(accepts_packed=True, has_token_lengths=True))
+    context = Context(config, machine, WorkloadFacts(accepts_packed=True, many_widths=True))
     knobs = [regret.exact(knob) for knob in all_knobs() if knob.name in regret.REAL_KNOBS]
     space = regret.combinations_of(config, context, knobs)
     assert len(space) == 2 * 2 * 2 * 5 * 3

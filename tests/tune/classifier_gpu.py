@@ -147,7 +147,7 @@ def tune_classifier(gpu: ClassifierGpu, model: Classifier, budget_s: float) -> T
     config = load_config(CONFIGS / f"{model.config}.yaml", ["training.epochs=10000", "gpu.device=cuda"])
     workload = WorkloadFacts(
         accepts_packed=True,
-        has_token_lengths=True,
+        many_widths=True,
         assembles_batches=True,
         resident_bytes=50 * 2**20,
         samples_per_epoch=model.samples,

@@ -146,7 +146,7 @@ def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000) -> Tune
     config = load_config(CONFIGS / "ag_news_single_gpu.yaml", [f"training.epochs={epochs}", "gpu.device=cuda"])
     workload = WorkloadFacts(
         accepts_packed=True,
-        has_token_lengths=True,
+        many_widths=True,
         assembles_batches=True,
         resident_bytes=50 * 2**20,
         samples_per_epoch=120_000,
@@ -174,12 +174,14 @@ class GptGpu(Gpu):
     Args:
         cheats: A residual stream in half precision learns otherwise.
         slower: So many times as long takes everything.
+        proof_s: What a proof takes, without compiling.
     """
 
-    def __init__(self, cheats: bool = False, slower: float = 1.0, seed: int = 0) -> None:
+    def __init__(self, cheats: bool = False, slower: float = 1.0, seed: int = 0, proof_s: float = 55.0) -> None:
         super().__init__(seed=seed)
         self._cheats = cheats
         self._slower = slower
+        self._proof_s = proof_s
         self._patience = Patience(300.0)
         self.proved: list[ProofRequest] = []
 
@@ -194,7 +196,7 @@ class GptGpu(Gpu):
 
     def prove(self, request: ProofRequest) -> ProofResult:
         self.made.append(f"proof {request.label}")
-        needs_s = self._slower * (55.0 + (35.0 if request.candidate.gpu.compile_model else 0.0))
+        needs_s = self._slower * (self._proof_s + (35.0 if request.candidate.gpu.compile_model else 0.0))
         if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
             return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)

@@ -22,7 +22,7 @@ from frameworm.tune.result import Accepted, Attempt, TuneResult
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
 GPU = MachineFacts("cuda", bf16=True, capability=9.0, gpus=4, cpus_usable=16, torch_threads=16)
 CPU = MachineFacts("cpu", bf16=True, cpus_usable=4, torch_threads=4)
-RICH = WorkloadFacts(accepts_packed=True, has_token_lengths=True, has_convolutions=True, samples_per_epoch=10_000)
+RICH = WorkloadFacts(accepts_packed=True, many_widths=True, has_convolutions=True, samples_per_epoch=10_000)
 
 
 def searched(start: Config, *steps: tuple[Mapping[str, Any], Mathematics]) -> TuneResult:

@@ -50,8 +50,30 @@ def test_what_learns_otherwise_does_not_stay(slower: float, budget_s: float) -> 
         assert result.speedup is None
 
 
+@pytest.mark.parametrize("slower", [2.6, 3.0, 4.0, 5.0])
+def test_the_last_proof_takes_a_little_longer_before_all_is_lost(slower: float) -> None:
+    gpu = GptGpu(slower=slower)
+    result = tune_gpt_on(gpu, budget_s=480.0)
+    assert 480 < gpu.now_s <= 1.15 * 480
+    assert result.total is not None
+    assert result.total.verdict == "accepted"
+    assert gpt_sample_s(result.start) / gpt_sample_s(result.best) > 1.03
+
+
+def test_a_larger_budget_leaves_time_for_what_is_slow_to_start() -> None:
+    """Proofs of single changes must not take the time that the largest gain needs."""
+    gains = []
+    for budget_s in (240.0, 300.0, 360.0, 480.0):
+        result = tune_gpt_on(GptGpu(), budget_s=budget_s)
+        assert "gpu.compile_model" in result.changes, budget_s
+        gains.append(gpt_sample_s(result.start) / gpt_sample_s(result.best))
+    assert gains == pytest.approx(sorted(gains))
+
+
 def test_what_there_is_no_budget_to_prove_does_not_stay() -> None:
-    result = tune_gpt_on(GptGpu(slower=3.0))
+    gpu = GptGpu(slower=2.2, proof_s=400.0)
+    result = tune_gpt_on(gpu)
+    assert gpu.now_s <= 1.15 * 480
     assert result.best == result.start
     assert result.accepted == []
     taken = [item for item in result.attempts if item.gain is not None]

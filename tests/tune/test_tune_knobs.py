@@ -6,13 +6,18 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import pytest
+from torch import nn
+from torch.utils.data import Dataset, Subset
 
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
+from frameworm.models.workloads import Workload, build_workload
 from frameworm.tune import knobs as knobs_module
 from frameworm.tune.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.facts import workload_facts
 from frameworm.tune.knobs import GROUP, Candidate, Knob, all_knobs, register_knob
 from frameworm.tune.outcomes import rounding_unit, without_dropout
 
@@ -21,8 +26,25 @@ SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 H200 = MachineFacts("cuda", True, 9.0, 1, 16, 8, 141 * 2**30)
 LAPTOP = MachineFacts("cpu", False, None, 0, 4, 4)
 TEXTS = WorkloadFacts(
-    accepts_packed=True, has_token_lengths=True, assembles_batches=True, resident_bytes=2**28, samples_per_epoch=120_000
+    accepts_packed=True, many_widths=True, assembles_batches=True, resident_bytes=2**28, samples_per_epoch=120_000
 )
+
+
+class Texts(Dataset[int]):
+    """Texts of these lengths, in batches as wide as the longest or as all of them."""
+
+    def __init__(self, lengths: list[int], widest: int | None = None) -> None:
+        self.token_lengths = lengths
+        self._widest = widest
+
+    def __len__(self) -> int:
+        return len(self.token_lengths)
+
+    def __getitem__(self, index: int) -> int:
+        return self.token_lengths[index]
+
+    def padded_length(self, lengths: npt.NDArray[Any]) -> int:
+        return int(lengths.max()) if self._widest is None else self._widest
 
 
 def config_named(name: str, *overrides: str) -> Config:
@@ -90,6 +112,37 @@ def test_each_setting_of_the_fast_configs_is_within_reach(name: str) -> None:
         wanted = setting_of(context.resolved, key)
         reached = [apply_changes(there.config, candidate.changes) for candidate in possible(there)]
         assert any(setting_of(there.resolve(config), key) == wanted for config in reached), key
+
+
+@pytest.mark.parametrize(
+    ("dataset", "many"),
+    [
+        (Texts([3, 9, 4]), True),
+        (Texts([5, 5, 5]), False),
+        (Texts([3, 9, 4], widest=16), False),
+        (Subset(Texts([3, 9, 4]), [0, 1]), True),
+        (Subset(Texts([3, 9, 4]), [1]), False),
+        (Texts([]), False),
+        ([1, 2, 3], False),
+    ],
+)
+def test_widths_are_many_only_where_padded_batches_differ_in_them(dataset: Any, many: bool) -> None:
+    workload = Workload(nn.Linear(1, 1), dataset)
+    assert workload_facts(config_named("quickstart"), workload).many_widths is many
+
+
+def test_a_text_cut_into_blocks_is_compiled_and_captured_and_not_bucketed(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("some words of a text\n" * 100)
+    sizes = {"d_model": 16, "n_heads": 2, "num_layers": 1, "max_seq_len": 32}
+    config = config_of(workload="gpt", model=sizes, data={"dataset": "text", "root": str(tmp_path)})
+    facts = workload_facts(config, build_workload(config))
+    everything = config.model_dump()
+    everything["gpu"]["device"] = "cuda"
+    everything["gpu"]["capture"] = "step"
+    context = Context(load_config_from_mapping(everything, environ={}), H200, facts)
+    labels = [candidate.label for candidate in possible(context)]
+    assert "gpu.compile_model=true" in labels
+    assert not [label for label in labels if label.startswith("data.batching")]
 
 
 def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:

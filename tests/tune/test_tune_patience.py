@@ -75,7 +75,7 @@ def test_the_shipped_classifiers_come_to_their_hand_made_configs(
 
 def test_another_precision_is_not_put_off() -> None:
     gpu = GptGpu(slower=2.0)
-    result = tune_gpt_on(gpu, "gpu.mixed_precision=off", budget_s=480.0)  # one proof takes more than a sixth
+    result = tune_gpt_on(gpu, "gpu.mixed_precision=off", budget_s=480.0)  # one proof takes more than a tenth
     first = result.accepted[0]
     assert first.candidate.changes == {"gpu.mixed_precision": "bf16"}
     assert first.proved_alone

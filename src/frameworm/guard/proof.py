@@ -21,7 +21,7 @@ _UPDATE_RATIO = 1.25
 # Other samples in each step move parameters otherwise; how well they learn is for the check of quality to say.
 _OTHER_UPDATE_RATIO = 2.0
 # A parameter that moved by less than this share of what the median one did has no gradient to speak of.
-_HARDLY_MOVED = 1e-3
+_HARDLY_MOVED = 0.01
 
 
 class StepEvidence(NamedTuple):

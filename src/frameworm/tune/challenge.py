@@ -22,7 +22,7 @@ WANTS_CHECK = "needs a longer check"
 # What would take a larger share of the budget for its longer check waits until all else was tried.
 MOST_OF_BUDGET = 0.7
 # Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
-MOST_FOR_PROOF = 1 / 6
+MOST_FOR_PROOF = 1 / 10
 # Unless their trials leave in doubt whether they gain so much.
 _WORTH_PROOF = 0.05
 _PUT_OFF = "to be proved with the rest"

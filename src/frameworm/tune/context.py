@@ -34,7 +34,7 @@ class WorkloadFacts:
     """What the workload can do; None: not known."""
 
     accepts_packed: bool = False
-    has_token_lengths: bool = False
+    many_widths: bool = False  # padded batches are as wide as their longest sample, and that differs
     assembles_batches: bool = False  # no Python per sample, so loader processes do not pay
     resident_bytes: int | None = None
     samples_per_epoch: int | None = None

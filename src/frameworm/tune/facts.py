@@ -6,13 +6,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from frameworm.config.schema import Config
+from frameworm.data.counts import token_lengths
 from frameworm.data.packed import packable, packing_of
 from frameworm.data.resident import resident_bytes
-from frameworm.data.workers import automatic_workers
+from frameworm.data.workers import automatic_workers, base_of
 from frameworm.engine.activations import find_layers
 from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
@@ -72,7 +74,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
     packs = packable(data)
     return WorkloadFacts(
         accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
-        has_token_lengths=hasattr(data, "token_lengths") and hasattr(data, "padded_length"),
+        many_widths=_has_many_widths(data),
         assembles_batches=bool(getattr(data, "assembles_batches", False)),
         resident_bytes=resident_bytes(packing_of(data)) if packs else None,
         samples_per_epoch=_samples_per_epoch(config, data),
@@ -83,6 +85,14 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
         automatic_workers=automatic_workers(data, world_size),
     )
+
+
+def _has_many_widths(data: Any) -> bool:
+    lengths, base = token_lengths(data), base_of(data)
+    if lengths is None or not len(lengths) or not hasattr(base, "padded_length"):
+        return False
+    shortest, longest = (base.padded_length(end(lengths, keepdims=True)) for end in (np.min, np.max))
+    return bool(shortest != longest)
 
 
 def _samples_per_epoch(config: Config, data: Any) -> int | None:

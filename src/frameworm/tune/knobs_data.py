@@ -18,14 +18,14 @@ def _batchings(context: Context) -> list[str]:
     if context.workload.accepts_packed and present != "packed":
         found.append("packed")
     # Packed batches have no padding to save, but on a CPU their attention may cost more than the padding did.
-    if context.workload.has_token_lengths and (present == "padded" or (present == "packed" and not context.on_gpu)):
+    if context.workload.many_widths and (present == "padded" or (present == "packed" and not context.on_gpu)):
         found.append("bucketed")
     return found
 
 
 def _batching_applies(context: Context) -> bool | str:
-    if not (context.workload.accepts_packed or context.workload.has_token_lengths):
-        return "the samples have no lengths to go by"
+    if not (context.workload.accepts_packed or context.workload.many_widths):
+        return "there is no padding: the samples are of one length, or do not say"
     return context.config.data.shuffle or "data.shuffle is off, and steps would take other samples"
 
 

@@ -52,7 +52,7 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
 
 
 def _of_many_widths(context: Context) -> bool:
-    return context.workload.has_token_lengths and context.resolved.data.batching == "padded"
+    return context.workload.many_widths and context.resolved.data.batching == "padded"
 
 
 def _compile_applies(context: Context) -> bool | str:

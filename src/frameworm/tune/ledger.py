@@ -39,6 +39,8 @@ _LATELY = 3
 NO_TIME = "of the budget are left for it"
 # Both sides start, take turns and learn.
 _TRIALS_IN_PROOF = 3
+# A share of the time that the last proof may take beyond it: with no proof all that was found would be lost.
+_LAST_OVER = 0.15
 
 Outcome = TypeVar("Outcome", TrialResult, ProofResult, LongerResult)
 
@@ -175,10 +177,11 @@ class Ledger:
             )
             return self._prove(request)
 
-        # The last one makes do with what is left, if it is not far too little.
+        # The last one makes do with what is left and a little more, if it is not far too little.
         needs_s = self.usual_s("proof") / 2 if last else None
+        over_s = _LAST_OVER * (self.budget.time_s or 0.0) if last else 0.0
         known = len(self._proofs_s)
-        result = self._once("proof", name, change.label, make, ProofResult, reserve, needs_s)
+        result = self._once("proof", name, change.label, make, ProofResult, reserve, needs_s, over_s)
         sides_s = [self._fine_s[side] for side in map(digest_of, (baseline, candidate)) if side in self._fine_s]
         if len(self._proofs_s) > known and len(sides_s) == 2:
             self._times_trials.append(self._proofs_s[-1] / max(sum(sides_s), 1e-9))
@@ -219,7 +222,7 @@ class Ledger:
         """Why a trial whose start takes so long is not worth beginning; it would be stopped before it has measured."""
         if not setup_s or self.budget.time_s is None:
             return None
-        left_s = self._beside(1, self.budget.time_s)
+        left_s = self._beside(1, self.budget.time_s) - setup_s  # its proof, or that of the whole, starts as slowly
         if left_s >= setup_s + self.usual_s("trial") / 2:
             return None
         return f"takes about {setup_s:.0f} s to start, and {max(left_s, 0.0):.0f} s {NO_TIME}"
@@ -233,6 +236,7 @@ class Ledger:
         outcome: type[Outcome],
         reserve: int,
         needs_s: float | None = None,
+        over_s: float = 0.0,
     ) -> Outcome:
         seen = self._seen.get((kind, name))
         if seen is not None:
@@ -246,7 +250,7 @@ class Ledger:
             result, wall_s = outcome(failure=Failure("crash", reason)), 0.0
             self._journal.end(kind, name, result.to_json(), wall_s)
         else:
-            left_s = self._left_s(self.usual_s(kind) if needs_s is None else needs_s, reserve)
+            left_s = self._left_s(self.usual_s(kind) if needs_s is None else needs_s, reserve, over_s)
             self._journal.begin(kind, name, label)
             began = self._clock()
             result = self._guarded(make, left_s, outcome)
@@ -262,13 +266,13 @@ class Ledger:
         self._seen[kind, name] = result
         return result
 
-    def _left_s(self, needs_s: float, reserve: int) -> float | None:
-        """Seconds for the next one."""
+    def _left_s(self, needs_s: float, reserve: int, over_s: float) -> float | None:
+        """Seconds for the next one, which may take some beyond the budget."""
         if self.budget.trials is not None and self.made + 1 + reserve > self.budget.trials:
             raise BudgetSpentError(f"the budget of {self.budget.trials} trials is spent")
         if self.budget.time_s is None:
             return None
-        left_s = self._beside(reserve, self.budget.time_s)
+        left_s = self._beside(reserve, self.budget.time_s) + over_s
         if self.made and left_s < needs_s:
             raise BudgetSpentError(f"the budget of {self.budget.time_s:.0f} s is spent")
         return left_s
