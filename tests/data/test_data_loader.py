@@ -516,3 +516,15 @@ def test_workers_end_with_the_process_they_work_for(way: str, tmp_path: Path) ->
             user.kill()
     psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_profiler_finds_the_loader_only_while_it_looks() -> None:
+    loader = create(Numbers(12), 4, num_workers=0, shuffle=False)
+    batches = iter(loader)
+    first = next(batches)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        second = next(batches)
+    assert any("DataLoader" in event.key for event in profile.key_averages())
+    third = next(batches)
+    assert next(batches, None) is None
+    assert torch.equal(torch.cat([first, second, third]), torch.arange(12))

@@ -116,3 +116,11 @@ def test_a_process_is_bound_to_its_share() -> None:
     assert sorted(os.sched_getaffinity(0)) == cores[len(cores) // 2 :]
     bind_to_share(0, 2)
     assert sorted(os.sched_getaffinity(0)) == cores[: len(cores) // 2]
+
+
+@pytest.mark.usefixtures("as_before")
+def test_linear_layers_are_called_as_before_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_onednn="except_linear", run_dir=None)
+    trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
+    assert not any("forward" in vars(module) for module in model)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -250,3 +251,28 @@ def test_learns_a_rule_of_order() -> None:
         torch.nn.functional.cross_entropy(model(rows, lengths), labels).backward()
         optimizer.step()
     assert float((model(rows, lengths).argmax(1) == labels).float().mean()) > 0.95
+
+
+def test_a_batch_without_padding_needs_no_mask_and_gives_the_same(
+    model: TextClassifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, lengths = torch.randint(1, 50, (4, 6)), torch.full((4,), 6)
+    masks = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(*args: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
+        masks.append(attn_mask is not None)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    results = []
+    for full in (True, False):
+        if not full:
+            monkeypatch.setattr(text_classifier, "_are_full", lambda lengths, length: False)
+        model.zero_grad()
+        scores = model(tokens, lengths)
+        scores.square().sum().backward()
+        results.append([scores.detach(), *(item.grad for item in model.parameters() if item.grad is not None)])
+    assert masks == [False, False, True, True]
+    for mine, masked in zip(*results):
+        torch.testing.assert_close(mine, masked, rtol=1e-6, atol=1e-6)

@@ -265,6 +265,26 @@ def build_loader(
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)
 
 
+class Unmarked(Iterator[Any]):
+    """The batches of a torch loader without processes, less the mark that torch leaves for profilers around each.
+
+    Setting it takes longer than to put a small batch together. While somebody profiles it is set.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self._next = batches._next_data
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Iterator[Any]:
+        """An iterator of a loader of map-style data."""
+        batches: Any = iter(loader)
+        return cls(batches) if loader.num_workers == 0 and hasattr(batches, "_next_data") else batches
+
+    def __next__(self) -> Any:
+        return next(self._batches) if torch._C._autograd._profiler_enabled() else self._next()
+
+
 def whole_groups(batches: Iterator[Any], size: int) -> Iterator[Any]:
     """The batches without an incomplete last group."""
     while len(group := list(islice(batches, size))) == size:

@@ -14,6 +14,7 @@ from frameworm.data.assembly import (
     Auto,
     LoaderSettings,
     Placement,
+    Unmarked,
     batches_per_step,
     build_loader,
     checked_batching,
@@ -279,9 +280,9 @@ class OptimizedDataLoader:
         if self._loader is None:
             self._loader = self._build(self.num_workers)
         self._generator.manual_seed(mix(self.settings.seed, self._epoch, placement.rank))
-        batches: Iterator[Any] = iter(self._loader)
         if self._sampler is not None:
-            return batches
+            return Unmarked.of(self._loader)
+        batches: Iterator[Any] = iter(self._loader)
         per_step = batches_per_step(self.batch_size, self.settings, placement)
         start, self._start = self._start, 0
         if self.settings.drop_last and per_step > 1:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,17 @@ def linear_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
     if training.cpu_onednn != "except_linear" or not _onednn_at_first():
         yield
         return
-    hooks = []
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_pre_hook(_without_onednn))
-            hooks.append(module.register_forward_hook(_with_onednn, always_call=True))
+    # Not by hooks: a module that has any is called in a way that takes longer than a small product.
+    found = [(module, vars(module).get("forward")) for module in model.modules() if isinstance(module, nn.Linear)]
+    for module, _ in found:
+        module.forward = functools.partial(_without_onednn, module.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for module, own in found:
+            del module.forward
+            if own is not None:
+                module.forward = own  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -89,13 +90,13 @@ def bind_to_share(local_rank: int, local_world_size: int) -> None:
             continue
 
 
-def _without_onednn(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        torch._C._set_mkldnn_enabled(False)
-
-
-def _with_onednn(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
+def _without_onednn(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return forward(*args, **kwargs)
+    finally:
         torch._C._set_mkldnn_enabled(True)
 
 

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from frameworm.engine.adamw_kernel import FusedUpdate
 from frameworm.engine.half_weights import HalfWeights
+from frameworm.engine.host_adamw import HostAdamW, are_plain, clip, norm_of
 from frameworm.engine.precision import Precision
 from frameworm.engine.schedule import AnySchedule
 from frameworm.parallel.strategy import Strategy
@@ -80,6 +81,7 @@ class Update:
         self.skipped: torch.Tensor | None = None
         self.one_pass: FusedUpdate | None = None
         self.halves: HalfWeights | None = None
+        self._on_host = HostAdamW(optimizer) if self._on_cpu and HostAdamW.suits(optimizer) else None
         # Sharded gradients are judged by their norm over all ranks.
         self._checks = check and self._scaler is None and clip_norm is None and (self._on_cpu or self._skips_on_device)
         self._wanted_check = check
@@ -154,7 +156,7 @@ class Update:
                 device = gradients[0].device
                 self._step_unless(_any_bad(gradients, torch.zeros((), device=device), torch.ones((), device=device)))
         else:
-            optimizer.step()
+            self._step()
         self.clear()
         if self.halves is not None:
             self.halves.refresh()
@@ -165,14 +167,18 @@ class Update:
             torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
         if self._clip_norm is None and (not self._checks or self._sharded_by is None):
             return None
-        norm = get_total_norm(gradients)
+        plain = self._on_host is not None and self._sharded_by is None and bool(gradients) and are_plain(gradients)
+        norm = norm_of(gradients) if plain else get_total_norm(gradients)
         if self._on_cpu and not self.look and not isfinite(norm.item()):
             self.finite = _finite(gradients)  # before a bad norm spoils them all
         if self._sharded_by is None:
             assert self._clip_norm is not None
             # Within the limit they are multiplied by one; on a CPU asking costs less.
             if not (self._on_cpu and norm.item() + 1e-6 <= self._clip_norm):
-                clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+                if plain:
+                    clip(gradients, self._clip_norm, norm)
+                else:
+                    clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
             return norm
         norm = self._sharded_by.norm_over_ranks(norm)
         if self._clip_norm is None:
@@ -217,9 +223,13 @@ class Update:
         """On a CPU asking costs nothing."""
         self.skipped = self._no if fine else self._yes
         if fine:
-            self.optimizer.step()
+            self._step()
         elif hasattr(self.optimizer, "_opt_called"):
             self.optimizer._opt_called = True  # torch's schedulers warn about a step without an update otherwise
+
+    def _step(self) -> None:
+        if self._on_host is None or not self._on_host.step():
+            self.optimizer.step()
 
     def _step_unless(self, bad: torch.Tensor) -> None:
         """On a device the optimizer itself leaves its update out, where it can."""

@@ -93,14 +93,16 @@ class TextClassifier(nn.Module):
         if length > self.max_seq_len:
             raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
         positions = torch.arange(length, device=input_ids.device)
-        real = positions < lengths.unsqueeze(1)
+        real = None if _are_full(lengths, length) else positions < lengths.unsqueeze(1)
         hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
         hidden = as_stream(hidden, self.residual)
-        attended = real[:, None, None, :]
+        attended = None if real is None else real[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, attended)
-        weights = real.unsqueeze(2).to(hidden.dtype)
-        pooled = (self.norm(hidden) * weights).sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
+        hidden = self.norm(hidden)
+        if real is not None:
+            hidden = hidden * real.unsqueeze(2).to(hidden.dtype)
+        pooled = hidden.sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
         logits: Tensor = self.head(pooled)
         return logits
 
@@ -169,6 +171,12 @@ class EncoderLayer(nn.Module):
         mixed = packed_self_attention(heads, offsets, max_length)
         result: Tensor = self.attention_output(mixed.reshape(tokens, width))
         return result
+
+
+def _are_full(lengths: Tensor, length: int) -> bool:
+    """Whether a batch has no padding, asked only where the host knows: such batches need no mask."""
+    asks = type(lengths) is Tensor and lengths.is_cpu and not torch.compiler.is_compiling()
+    return asks and bool((lengths == length).all())
 
 
 def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
