@@ -20,7 +20,7 @@ from frameworm.tune.result import Accepted, Attempt, Progress, Status, Tell, Tun
 CLEARLY_WORSE = 1.25
 WANTS_CHECK = "needs a longer check"
 # What would take a larger share of the budget for its longer check waits until all else was tried.
-MOST_OF_BUDGET = 0.7
+MOST_OF_BUDGET = 0.8
 # Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
 MOST_FOR_PROOF = 1 / 10
 # Unless their trials leave in doubt whether they gain so much.
