@@ -135,12 +135,20 @@ def test_adamw_of_others_is_left_to_them() -> None:
     assert HostAdamW.suits(optimizer_of(model()))
     assert not HostAdamW.suits(Own(model().parameters(), fused=True))
     assert not HostAdamW.suits(torch.optim.SGD(model().parameters(), 0.1))
-    changed = optimizer_of(model())
-    changed.step = lambda closure=None: None  # type: ignore[method-assign, assignment, misc]
-    assert not HostAdamW.suits(changed)
-    scheduled = optimizer_of(model())
-    torch.optim.lr_scheduler.ConstantLR(scheduled)
-    assert HostAdamW.suits(scheduled)
+
+
+def test_torchs_schedulers_are_told_of_the_steps() -> None:
+    net = model()
+    optimizer = optimizer_of(net)
+    host = HostAdamW(optimizer)
+    give_gradients(net, 0)
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for number in range(3):
+        give_gradients(net, number)
+        assert host.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 8)
 
 
 def sparse_gradient(net: nn.Sequential) -> None:
@@ -159,6 +167,7 @@ def changed_setting(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Non
         lambda net, optimizer: sparse_gradient(net),
         changed_setting,
         lambda net, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+        lambda net, optimizer: setattr(optimizer, "step", lambda closure=None: None),
         lambda net, optimizer: optimizer.state[net[1].weight].update(exp_avg=torch.zeros(8, 8, dtype=torch.float64)),
         lambda net, optimizer: optimizer.state.pop(net[1].weight),
     ],

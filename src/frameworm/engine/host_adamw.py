@@ -26,12 +26,7 @@ class HostAdamW:
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is one of those that can be stepped here."""
-        if type(optimizer) is not torch.optim.AdamW:
-            return False
-        changed = optimizer.__dict__.get("step")  # torch's schedulers do that, and so may others
-        if changed is not None and not hasattr(changed, "_wrapped_by_lr_sched"):
-            return False
-        return all(_is_usual(group) for group in optimizer.param_groups)
+        return type(optimizer) is torch.optim.AdamW and all(_is_usual(group) for group in optimizer.param_groups)
 
     def step(self) -> bool:
         """Update the parameters that have gradients; False: nothing was done, and torch has to do it."""
@@ -177,9 +172,11 @@ def _is_usual(group: dict[str, Any]) -> bool:
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody waits for torch's own step: a hook, or a profiler that marks it."""
+    """Whether somebody waits for torch's own step: one who changed it, a hook, or a profiler that marks it."""
+    changed = vars(optimizer).get("step")  # torch's schedulers do that, which is no matter, and so may others
     return bool(
-        optimizer._optimizer_step_pre_hooks
+        (changed is not None and not hasattr(changed, "_wrapped_by_lr_sched"))
+        or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
