@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated_gpu import GptGpu, gpt_sample_s, tune_gpt_on
+from simulated_machine import Machine, config_of, planted, search
 
 from frameworm.tune.best_config import render_best
+from frameworm.tune.outcomes import Budget, TrialResult
+from frameworm.tune.result import TuneResult
 
 
 @pytest.mark.parametrize("slower", [0.7, 1.0, 1.5, 2.2])
@@ -88,3 +93,33 @@ def test_such_a_search_that_was_killed_comes_to_the_same_end(tmp_path: Path) -> 
     second = tune_gpt_on(again, folder=tmp_path)
     assert again.made == []
     assert second.to_json() == first.to_json()
+
+
+def doubtful(budget_s: float, gains: bool = True) -> tuple[Machine, TuneResult]:
+    """A search with one change, of which trials say that it gains 3%, or 1% less, or 7%."""
+
+    def windows(model: Mapping[str, Any]) -> TrialResult:
+        noise = (0.98, 1.02, 1.0, 0.99, 1.03) if model["a"] else (1.01, 0.99, 1.02, 1.0, 0.98)
+        return TrialResult([1e-3 * (0.97 if model["a"] else 1.0) * item for item in noise], 1.0, "compute_bound", [])
+
+    machine = Machine(lambda model: 0.97 if model["a"] and gains else 1.0, noise=0.002, results=windows)
+    return machine, search(machine, [planted("a", True)], config_of(a=False), budget=Budget(time_s=budget_s))
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_what_its_trial_left_in_doubt_is_proved_where_there_is_time_at_the_end(gains: bool) -> None:
+    """A proof may take more of the budget than it should, and still be better than time that nobody uses."""
+    machine, result = doubtful(150.0, gains)
+    assert len(machine.trials) == 2, "its trial is not made again"
+    assert len(machine.proofs) == 1
+    assert [item.label for item in result.attempts] == ["model.a=true"]
+    assert ("model.a" in result.changes) == gains
+    assert result.attempts[0].status == ("accepted" if gains else "rejected")
+    assert all(item.proved_alone for item in result.accepted)
+
+
+def test_there_is_no_proof_at_the_end_without_time_for_it() -> None:
+    machine, result = doubtful(60.0)
+    assert machine.proofs == []
+    assert result.changes == {}
+    assert "may be noise" in result.attempts[0].reason

@@ -98,10 +98,10 @@ class Challenge:
         self.report(f"{candidate.label}: {attempt.reason}")
         return attempt, trial
 
-    def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult) -> bool:
-        """Prove a candidate against the best so far, and keep it if that succeeds."""
+    def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult, *, at_once: bool = False) -> bool:
+        """Prove a candidate against the best so far, and keep it if that succeeds; `at_once`: whatever it takes."""
         config = apply_changes(self.context.config, candidate.changes)
-        if self._puts_off(attempt, candidate):
+        if not at_once and self._puts_off(attempt, candidate):
             kept = self._take_for_now(attempt, candidate, config, trial)
             if kept is not None:
                 return kept

@@ -13,6 +13,7 @@ from itertools import chain, combinations
 from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
 from frameworm.tune.context import Context, apply_changes, setting_of
+from frameworm.tune.doubts import settle_doubts
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import NO_TIME, BudgetSpentError, Ledger
@@ -100,6 +101,7 @@ class Search:
             if self._guess():
                 self._turn_again()
             self._turn_costly()
+            settle_doubts(self._challenge, self._knobs)
             why = _ALL
         except BudgetSpentError as spent:
             why = str(spent)
