@@ -1,6 +1,6 @@
 """GPT-2 124M on one GPU: frameworm's engine against a plain compiled loop, in tokens per second and MFU.
 
-    PYTHONPATH=src python benchmarks/gpt_mfu.py --micro-batches 64 --rounds 5
+    PYTHONPATH=src python benchmarks/gpt_mfu.py --micro-batches 128 --accumulation 4 --rounds 5
 
 `plain`: the same decoder by torch's own operations with GPT-2's vocabulary of 50,257, torch.compile, bf16 autocast,
 fused AdamW, clipping and F.cross_entropy over whole logits, in a loop as one writes it. `frameworm`:

@@ -102,8 +102,11 @@ def causal(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
         return torch.autograd.grad(attended, (query, key, value), gradient.transpose(1, 2), retain_graph=True)
 
     tiles = [
-        ((own, other, warps, stages),)
-        for own, other, (warps, stages) in itertools.product((64, 128), (64, 128), ((4, 2), (4, 3), (8, 2), (8, 3)))
+        ((own, other, warps, stages, registers),)
+        for own, other, (warps, stages), registers in itertools.product(
+            (64, 128), (32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3)), (None, 96, 128, 168)
+        )
+        if own == 64 or registers in (None, 128)
     ][: 1 if small else None]
     shaped_by = partial(with_shapes, module=causal_attention, shapes=tiles)
     return {
@@ -152,11 +155,14 @@ def loss(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     targets = torch.randint(0, words, (rows,), device=device)
     losses = torch.empty(rows, device=device)
 
-    shapes = list(itertools.product((2048, 4096, 8192), (4, 8, 16), (1, 2, 4, 8)))
-    shapes = [shape for shape in shapes if 8 <= shape[0] // (32 * shape[1]) <= 64 and shape[1] * shape[2] <= 64]
+    shapes = [
+        (256 * parts * warps, parts, warps, programs)
+        for parts, warps, programs in itertools.product((1, 2, 4), (4, 8, 16), (2, 3, 4, 6, 8))
+        if warps * programs <= 64
+    ]
     given = (logits, targets, losses, -100, True)
     work = partial(kernels.cross_entropy_rows, *given)
-    names = ("_BLOCK", "_WARPS", "_PROGRAMS_EACH")
+    names = ("_BLOCK", "_PARTS", "_WARPS", "_PROGRAMS_EACH")
     reference = partial(torch.compile(linear_loss._cross_entropy_rows, dynamic=False), *given)
     return {"loss": {**with_shapes(work, kernels, names, shapes[:1] if small else shapes), BY_TORCH: reference}}
 

@@ -19,12 +19,16 @@ TO_BASE_TWO = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
-    """How the work of one kernel is cut: rows that a program owns, rows that it goes through at a time, and warps."""
+    """How the work of one kernel is cut: rows that a program owns, rows that it goes through at a time, and warps.
+
+    `registers` is the most that a thread may hold; None leaves it to the compiler.
+    """
 
     own: int
     other: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @triton.jit

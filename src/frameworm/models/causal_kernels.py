@@ -5,7 +5,9 @@ together around a matrix product. Backward is two kernels, one for the gradients
 and values: they compute the scores twice and need no atomic sums. Each also leaves the sums of its gradients' columns,
 which are the gradient of the bias that went into them.
 
-The programs of one head run side by side, so that they find its keys and values in the cache.
+The programs of one head run side by side, so that they find its keys and values in the cache. Tiles come and go by
+descriptors of the tensors, [tokens, columns], which a Hopper GPU moves without its threads working out addresses; that
+and a limit on registers, so that more programs fit beside each other, leave more of a GPU's power for the products.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,40 +17,28 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
+from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    TensorDescriptor,
+)
 
 from frameworm.models.attention_kernels import TO_BASE_TWO, Tiles
 
 
 @triton.jit
-def _rows(pointer, first, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    row = first + tl.arange(0, block)
-    return tl.load(pointer + row[:, None] * stride + tl.arange(0, width)[None, :])
-
-
-@triton.jit
-def _write(pointer, values, first, stride: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    row = first + tl.arange(0, block)
-    place = row[:, None] * stride + tl.arange(0, width)[None, :]
-    tl.store(pointer + place, values.to(pointer.dtype.element_ty))
-
-
-@triton.jit
 def _mix(
-    query, row, keys, values, begin, end, scale,
-    stride: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr,
-    summit, total, result,
+    query, row, heads, token, to_keys, to_values, begin, end, scale,
+    other: tl.constexpr, cut: tl.constexpr, summit, total, result,
 ):  # fmt: skip
     """Go through the keys from `begin` to `end`; `cut` where some of them are not to be seen."""
     for start in range(begin, end, other):
-        key = _rows(keys, start, stride, width, other)
-        score = tl.dot(query, tl.trans(key)) * scale
+        score = tl.dot(query, tl.trans(heads.load([token + start, to_keys])))
         if cut:
             score = tl.where(start + tl.arange(0, other)[None, :] <= row[:, None], score, -1e30)
-        highest = tl.maximum(summit, tl.max(score, 1))
-        power = tl.exp2(score - highest[:, None])
+        highest = tl.maximum(summit, tl.max(score, 1) * scale)
+        power = tl.exp2(score * scale - highest[:, None])
         shrink = tl.exp2(summit - highest)
         total = total * shrink + tl.sum(power, 1)
-        value = _rows(values, start, stride, width, other)
+        value = heads.load([token + start, to_values])
         result = tl.dot(power.to(value.dtype), value, result * shrink[:, None])
         summit = highest
     return summit, total, result
@@ -56,19 +46,16 @@ def _mix(
 
 @triton.jit
 def _forward_kernel(
-    heads, mixed, log_totals, length, scale,
+    own_heads, heads, mixed, log_totals, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
     """A program owns some queries of one head of one sequence and goes through the keys, longest ways first."""
     blocks = length // own
     one = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * own
-    begin, head = (one // n_heads).to(tl.int64) * length, one % n_heads
-    stride: tl.constexpr = 3 * n_heads * width
-    narrow: tl.constexpr = n_heads * width
-    queries = heads + begin * stride + head * width
-    keys, values = queries + narrow, queries + 2 * narrow
-    query = _rows(queries, first, stride, width, own)
+    token, column = one // n_heads * length, one % n_heads * width
+    to_keys, to_values = column + n_heads * width, column + 2 * n_heads * width
+    query = own_heads.load([token + first, column])
     row = first + tl.arange(0, own)
     summit = tl.full([own], -1e30, tl.float32)
     total = tl.zeros([own], tl.float32)
@@ -76,24 +63,25 @@ def _forward_kernel(
     power_scale = scale * TO_BASE_TWO
     whole = first // other * other
     summit, total, result = _mix(
-        query, row, keys, values, 0, whole, power_scale, stride, width, other, False, summit, total, result
+        query, row, heads, token, to_keys, to_values, 0, whole, power_scale, other, False, summit, total, result
     )
     summit, total, result = _mix(
-        query, row, keys, values, whole, first + own, power_scale, stride, width, other, True, summit, total, result
-    )
-    _write(mixed + begin * narrow + head * width, result / total[:, None], first, narrow, width, own)
+        query, row, heads, token, to_keys, to_values, whole, first + own, power_scale, other, True,
+        summit, total, result,
+    )  # fmt: skip
+    mixed.store([token + first, column], (result / total[:, None]).to(query.dtype))
     tl.store(log_totals + one.to(tl.int64) * length + row, summit + tl.log2(total))
 
 
 @triton.jit
 def _to_query(
-    query, slope, inner, log_total, row, keys, values, begin, end, scale,
-    stride: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr, result,
+    query, slope, inner, log_total, row, heads, token, to_keys, to_values, begin, end, scale,
+    other: tl.constexpr, cut: tl.constexpr, result,
 ):  # fmt: skip
     """Add up what the keys from `begin` to `end` do to the gradient of the owned queries."""
     for start in range(begin, end, other):
-        key = _rows(keys, start, stride, width, other)
-        value = _rows(values, start, stride, width, other)
+        key = heads.load([token + start, to_keys])
+        value = heads.load([token + start, to_values])
         share = tl.exp2(tl.dot(query, tl.trans(key)) * scale - log_total[:, None])
         if cut:
             share = tl.where(start + tl.arange(0, other)[None, :] <= row[:, None], share, 0.0)
@@ -104,22 +92,19 @@ def _to_query(
 
 @triton.jit
 def _queries_kernel(
-    heads, mixed, log_totals, gradient, inners, result, sums, length, scale,
+    own_heads, heads, mixed, log_totals, gradient, inners, result, sums, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries; also what of the outputs' own size the other kernel needs."""
     blocks = length // own
     one = tl.program_id(0) // blocks
     block = blocks - 1 - tl.program_id(0) % blocks
-    sequence, head = one // n_heads, one % n_heads
-    first, begin = block * own, sequence.to(tl.int64) * length
-    stride: tl.constexpr = 3 * n_heads * width
-    narrow: tl.constexpr = n_heads * width
-    queries = heads + begin * stride + head * width
-    keys, values = queries + narrow, queries + 2 * narrow
-    query = _rows(queries, first, stride, width, own)
-    output = _rows(mixed + begin * narrow + head * width, first, narrow, width, own)
-    slope = _rows(gradient + begin * narrow + head * width, first, narrow, width, own)
+    sequence, column = one // n_heads, one % n_heads * width
+    first, token = block * own, sequence * length
+    to_keys, to_values = column + n_heads * width, column + 2 * n_heads * width
+    query = own_heads.load([token + first, column])
+    output = mixed.load([token + first, column])
+    slope = gradient.load([token + first, column])
     row = first + tl.arange(0, own)
     log_total = tl.load(log_totals + one.to(tl.int64) * length + row)
     inner = tl.sum(output.to(tl.float32) * slope.to(tl.float32), 1)
@@ -128,29 +113,29 @@ def _queries_kernel(
     to_query = tl.zeros([own, width], tl.float32)
     whole = first // other * other
     to_query = _to_query(
-        query, slope, inner, log_total, row, keys, values, 0, whole, power_scale, stride, width, other, False, to_query
-    )
-    to_query = _to_query(
-        query, slope, inner, log_total, row, keys, values, whole, first + own, power_scale, stride, width, other, True,
+        query, slope, inner, log_total, row, heads, token, to_keys, to_values, 0, whole, power_scale, other, False,
         to_query,
     )  # fmt: skip
+    to_query = _to_query(
+        query, slope, inner, log_total, row, heads, token, to_keys, to_values, whole, first + own, power_scale,
+        other, True, to_query,
+    )  # fmt: skip
     to_query *= scale
-    _write(result + begin * stride + head * width, to_query, first, stride, width, own)
-    place = sums + (sequence * blocks + block).to(tl.int64) * narrow + head * width
+    result.store([token + first, column], to_query.to(query.dtype))
+    place = sums + (sequence * blocks + block).to(tl.int64) * n_heads * width + column
     tl.store(place + tl.arange(0, width), tl.sum(to_query, 0))
 
 
 @triton.jit
 def _to_key_and_value(
-    key, value, row, queries, incoming, totals, inners, begin, end, scale,
-    stride: tl.constexpr, narrow: tl.constexpr, width: tl.constexpr, other: tl.constexpr, cut: tl.constexpr,
-    to_key, to_value,
+    key, value, row, heads, gradient, token, to_queries, totals, inners, begin, end, scale,
+    other: tl.constexpr, cut: tl.constexpr, to_key, to_value,
 ):  # fmt: skip
     """Add up what the queries from `begin` to `end` do to the gradients of the owned keys and values."""
     for start in range(begin, end, other):
         column = start + tl.arange(0, other)
-        query = _rows(queries, start, stride, width, other)
-        slope = _rows(incoming, start, narrow, width, other)
+        query = heads.load([token + start, to_queries])
+        slope = gradient.load([token + start, to_queries])
         share = tl.exp2(tl.dot(key, tl.trans(query)) * scale - tl.load(totals + column)[None, :])
         if cut:
             share = tl.where(row[:, None] <= column[None, :], share, 0.0)
@@ -162,39 +147,35 @@ def _to_key_and_value(
 
 @triton.jit
 def _keys_kernel(
-    heads, log_totals, gradient, inners, result, sums, length, scale,
+    own_heads, heads, log_totals, gradient, inners, result, sums, length, scale,
     n_heads: tl.constexpr, width: tl.constexpr, own: tl.constexpr, other: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values."""
     blocks = length // own
     one, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    sequence, head = one // n_heads, one % n_heads
-    first, begin = block * own, sequence.to(tl.int64) * length
-    stride: tl.constexpr = 3 * n_heads * width
+    sequence, column = one // n_heads, one % n_heads * width
+    first, token = block * own, sequence * length
     narrow: tl.constexpr = n_heads * width
-    queries = heads + begin * stride + head * width
-    incoming = gradient + begin * narrow + head * width
     totals, inners = log_totals + one.to(tl.int64) * length, inners + one.to(tl.int64) * length
-    key = _rows(queries + narrow, first, stride, width, own)
-    value = _rows(queries + 2 * narrow, first, stride, width, own)
+    key = own_heads.load([token + first, column + narrow])
+    value = own_heads.load([token + first, column + 2 * narrow])
     row = first + tl.arange(0, own)
     power_scale = scale * TO_BASE_TWO
     to_key = tl.zeros([own, width], tl.float32)
     to_value = tl.zeros([own, width], tl.float32)
     whole = tl.cdiv(first + own, other) * other
     to_key, to_value = _to_key_and_value(
-        key, value, row, queries, incoming, totals, inners, first // other * other, whole, power_scale,
-        stride, narrow, width, other, True, to_key, to_value,
+        key, value, row, heads, gradient, token, column, totals, inners, first // other * other, whole, power_scale,
+        other, True, to_key, to_value,
     )  # fmt: skip
     to_key, to_value = _to_key_and_value(
-        key, value, row, queries, incoming, totals, inners, whole, length, power_scale,
-        stride, narrow, width, other, False, to_key, to_value,
+        key, value, row, heads, gradient, token, column, totals, inners, whole, length, power_scale,
+        other, False, to_key, to_value,
     )  # fmt: skip
     to_key *= scale
-    to_keys = result + begin * stride + head * width + narrow
-    _write(to_keys, to_key, first, stride, width, own)
-    _write(to_keys + narrow, to_value, first, stride, width, own)
-    place = sums + (sequence * blocks + block).to(tl.int64) * 2 * narrow + head * width + tl.arange(0, width)
+    result.store([token + first, column + narrow], to_key.to(key.dtype))
+    result.store([token + first, column + 2 * narrow], to_value.to(key.dtype))
+    place = sums + (sequence * blocks + block).to(tl.int64) * 2 * narrow + column + tl.arange(0, width)
     tl.store(place, tl.sum(to_key, 0))
     tl.store(place + narrow, tl.sum(to_value, 0))
 
@@ -212,8 +193,9 @@ def attend(heads: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     if heads.numel():
         with torch.cuda.device(heads.device):
             _forward_kernel[(sequences * n_heads * (length // tiles.own),)](
-                heads, mixed, log_totals, length, width**-0.5, **_cut(n_heads, width, tiles)
-            )
+                _tiled(heads, tiles.own), _tiled(heads, tiles.other), _tiled(mixed, tiles.own), log_totals, length,
+                width**-0.5, **_cut(n_heads, width, tiles),
+            )  # fmt: skip
     return mixed, log_totals
 
 
@@ -235,17 +217,26 @@ def attend_backward(
     if not heads.numel():
         return result, query_sums, other_sums
     with torch.cuda.device(heads.device):
+        own, other = for_queries.own, for_queries.other
         _queries_kernel[(parts[0] * n_heads,)](
-            heads, mixed, log_totals, gradient, inners, result, query_sums, length, scale,
-            **_cut(n_heads, width, for_queries),
+            _tiled(heads, own), _tiled(heads, other), _tiled(mixed, own), log_totals, _tiled(gradient, own), inners,
+            _tiled(result, own), query_sums, length, scale, **_cut(n_heads, width, for_queries),
         )  # fmt: skip
+        own, other = for_keys.own, for_keys.other
         _keys_kernel[(parts[1] * n_heads,)](
-            heads, log_totals, gradient, inners, result, other_sums, length, scale, **_cut(n_heads, width, for_keys)
-        )
+            _tiled(heads, own), _tiled(heads, other), log_totals, _tiled(gradient, other), inners,
+            _tiled(result, own), other_sums, length, scale, **_cut(n_heads, width, for_keys),
+        )  # fmt: skip
     return result, query_sums, other_sums
 
 
-def _cut(n_heads: int, width: int, tiles: Tiles) -> dict[str, int]:
+def _tiled(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """The tensor as [tokens, columns], to be read or written so many tokens of one head at a time."""
+    columns = tensor[0, 0].numel()
+    return TensorDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, tensor.size(-1)])
+
+
+def _cut(n_heads: int, width: int, tiles: Tiles) -> dict[str, int | None]:
     return {
         "n_heads": n_heads,
         "width": width,
@@ -253,4 +244,5 @@ def _cut(n_heads: int, width: int, tiles: Tiles) -> dict[str, int]:
         "other": tiles.other,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "maxnreg": tiles.registers,
     }

@@ -8,10 +8,13 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from frameworm.models.attention_kernels import TO_BASE_TWO
+
 # A row up to this long stays in the registers of one program: read once instead of twice.
 _LONGEST_HELD = 8192
-# Columns at a time, warps, and rows that a multiprocessor works on at a time; found by trial on an H200.
-_BLOCK, _WARPS, _PROGRAMS_EACH = 4096, 16, 4
+# Columns at a time, parts of them, warps, and rows that a multiprocessor works on at a time; found by trial on an H200.
+# A part is eight columns for each thread.
+_BLOCK, _PARTS, _WARPS, _PROGRAMS_EACH = 16384, 4, 16, 4
 
 
 @triton.jit
@@ -46,6 +49,27 @@ def _held_cross_entropy_kernel(
 
 
 @triton.jit
+def _add_powers(values, largest, total, parts: tl.constexpr):
+    """Bring sums of powers of two, and the largest powers they are relative to, up to date by more values.
+
+    A sum takes eight neighbours, which lie in one thread, from each part: they are brought to a new maximum together,
+    not each by itself.
+    """
+    values = tl.reshape(values.to(tl.float32), [parts, values.shape[0] // parts // 8, 8])
+    highest = tl.maximum(largest, tl.max(tl.max(values, 2), 0) * TO_BASE_TWO)
+    powers = tl.exp2(values * TO_BASE_TWO - highest[None, :, None])
+    return highest, total * tl.exp2(largest - highest) + tl.sum(tl.sum(powers, 2), 0)
+
+
+@triton.jit
+def _write_shares(line, columns, log_total, there):
+    """Write each value's share of the softmax over it."""
+    values = tl.load(line + columns, mask=there, eviction_policy="evict_first")
+    shares = tl.exp2(values.to(tl.float32) * TO_BASE_TWO - log_total)
+    tl.store(line + columns, shares.to(values.dtype), mask=there, eviction_policy="evict_first")
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits,
     targets,
@@ -56,13 +80,15 @@ def _cross_entropy_kernel(
     vocabulary: tl.constexpr,
     write: tl.constexpr,
     block_size: tl.constexpr,
+    parts: tl.constexpr,
 ):
     """A program goes through every n-th row: reads it for the softmax's sum, and again to write the gradient over it.
 
-    With few rows under way at a time the second reading finds most of a row still in the cache.
+    With few rows under way at a time the second reading finds most of a row still in the cache. All but the last block
+    of a row are whole and read without a mask.
     """
     columns = tl.arange(0, block_size)
-    to_base_two = 1.4426950408889634
+    whole: tl.constexpr = vocabulary // block_size * block_size
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = logits + tl.cast(row, tl.int64) * row_stride
         target = tl.load(targets + row)
@@ -70,28 +96,36 @@ def _cross_entropy_kernel(
         # A target outside the vocabulary shows as NaN instead of as somebody else's memory.
         inside = (target >= 0) & (target < vocabulary)
         chosen = tl.load(line + target, mask=inside, other=float("nan")).to(tl.float32)
-        # Eight neighbours lie in one thread: their sum is brought to a new maximum together, not each by itself.
-        largest = tl.full([block_size // 8], -1e30, tl.float32)
-        total = tl.zeros([block_size // 8], tl.float32)
-        for start in range(0, vocabulary, block_size):
-            there = start + columns < vocabulary
-            values = tl.load(line + start + columns, mask=there, other=float("-inf"), eviction_policy="evict_last")
-            powers = tl.reshape(values.to(tl.float32) * to_base_two, [block_size // 8, 8])
-            highest = tl.maximum(largest, tl.max(powers, 1))
-            total = total * tl.exp2(largest - highest) + tl.sum(tl.exp2(powers - highest[:, None]), 1)
-            largest = highest
+        largest = tl.full([block_size // parts // 8], -1e30, tl.float32)
+        total = tl.zeros([block_size // parts // 8], tl.float32)
+        for start in range(0, whole, block_size):
+            values = tl.load(line + start + columns, eviction_policy="evict_last")
+            largest, total = _add_powers(values, largest, total, parts)
+        if whole < vocabulary:
+            values = tl.load(
+                line + whole + columns,
+                mask=whole + columns < vocabulary,
+                other=float("-inf"),
+                eviction_policy="evict_last",
+            )
+            largest, total = _add_powers(values, largest, total, parts)
         summit = tl.max(largest, 0)
         log_total = summit + tl.log2(tl.sum(total * tl.exp2(largest - summit), 0))
-        tl.store(losses + row, tl.where(real, log_total / to_base_two - chosen, 0.0))
+        tl.store(losses + row, tl.where(real, log_total / TO_BASE_TWO - chosen, 0.0))
         if write:
             tl.debug_barrier()  # nobody writes before all have read the target's logit
-            for start in range(0, vocabulary, block_size):
-                there = start + columns < vocabulary
-                values = tl.load(line + start + columns, mask=there, other=0.0, eviction_policy="evict_first")
-                gradient = tl.exp2(values.to(tl.float32) * to_base_two - log_total)
-                gradient -= tl.where(start + columns == target, 1.0, 0.0)
-                gradient = tl.where(real, gradient, 0.0).to(logits.dtype.element_ty)
-                tl.store(line + start + columns, gradient, mask=there, eviction_policy="evict_first")
+            if real:
+                for start in range(0, whole, block_size):
+                    _write_shares(line + start, columns, log_total, None)
+                if whole < vocabulary:
+                    _write_shares(line + whole, columns, log_total, whole + columns < vocabulary)
+                tl.debug_barrier()  # the target's own is written last
+                own = tl.exp2(chosen * TO_BASE_TWO - log_total) - 1.0
+                tl.store(line + target, own.to(logits.dtype.element_ty), mask=inside)
+            else:
+                nothing = tl.zeros([block_size], logits.dtype.element_ty)
+                for start in range(0, vocabulary, block_size):
+                    tl.store(line + start + columns, nothing, mask=start + columns < vocabulary)
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, with_gradient: bool) -> None:
@@ -130,5 +164,6 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_i
             ignore_index,
             **settings,
             block_size=_BLOCK,
+            parts=_PARTS,
             num_warps=_WARPS,
         )
