@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from frameworm.config.load import load_config_from_mapping
-from frameworm.engine.run import run
+from frameworm.engine.run import build_loader, resolve_here, run
 from frameworm.errors import TrainingInterruptedError
+from frameworm.models.workloads import build_workload
 from frameworm.records.events import Listener
 from frameworm.records.schema import StepRecord
 
@@ -72,3 +73,18 @@ def test_a_stopped_run_goes_on_exactly(batching: str, stop_after: int, tmp_path:
     assert [[step[name] for name in fields] for step in resumed] == [
         [step[name] for name in fields] for step in through
     ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_steps_have_fewer_widths(compiled: bool, data_cache_dir: Path) -> None:
+    sections = {
+        "model": {"max_seq_len": 32},
+        "data": {"cache_dir": str(data_cache_dir), "limit": 800, "vocab_size": 512, "batching": "bucketed"},
+        "training": {"global_batch": 4, "micro_batch": 4},
+        "gpu": {"device": "cpu", "compile_model": compiled},
+    }
+    config = resolve_here(load_config_from_mapping(sections, environ={}), 1)
+    workload = build_workload(config)
+    loader = build_loader(config, workload, workload.train_data, evaluation=False)
+    seen = {batch["input_ids"].shape[1] for batch in loader}
+    assert 8 < len(seen) <= 16 if compiled else 16 < len(seen)

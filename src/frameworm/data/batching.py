@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import Subset
 
-from frameworm.data.arrange import balanced, bucketed, widths
+from frameworm.data.arrange import MOST_WIDTHS, balanced, bucketed, widths
 from frameworm.data.counts import token_lengths
 from frameworm.data.packed import packable
 from frameworm.data.sampling import Arrange, Order
@@ -69,12 +69,12 @@ def arrangement(dataset: Any, batching: Batching, balance: bool, global_batch: i
 
 
 def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
-    """The data set with batches of few different widths, where it can do that; bucketed always gives few.
+    """The data set with batches of few different widths, where it can do that.
 
     Args:
         dataset: One with `with_widths` and `with_width_step`, such as `TextDataset`, or subsets of it.
         batching: How its samples meet.
-        most_widths: Most different widths of padded batches; None for any.
+        most_widths: Most different widths; None for any when padded, and for `MOST_WIDTHS` when bucketed.
     """
     base = base_of(dataset)
     if batching == "packed" or (batching == "padded" and most_widths is None) or not hasattr(base, "with_widths"):
@@ -82,7 +82,7 @@ def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
     if batching == "bucketed":
         lengths = token_lengths(base)
         assert lengths is not None
-        return _on_base(dataset, base.with_widths(widths(lengths)))
+        return _on_base(dataset, base.with_widths(widths(lengths, most_widths or MOST_WIDTHS)))
     assert most_widths is not None
     return _on_base(dataset, base.with_width_step(-(-base.max_seq_len // most_widths)))
 

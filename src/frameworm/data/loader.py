@@ -134,7 +134,7 @@ class OptimizedDataLoader:
             resident: packed, through a `CudaDataLoader`: keep the samples on the GPU and put batches together there.
                 auto: if they are small beside its memory.
             epochs: How many will be read; packed looks at the first eight of them to choose its capacity.
-            most_widths: Most different widths of padded text batches; None for any.
+            most_widths: Most different widths of text batches; None for any when padded, 16 when bucketed.
             on_error: skip: a sample that raises is left out, the next one takes its place; see `skipped_samples`.
 
         Raises:

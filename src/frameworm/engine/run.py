@@ -42,6 +42,7 @@ from frameworm.records.store import RunFolder
 log = logging.getLogger("frameworm")
 
 CAPTURED_WIDTHS = 16
+EAGER_WIDTHS = 64  # on a CPU new shapes cost little, and what is padded for less of them costs more
 
 
 class Machine(NamedTuple):
@@ -175,9 +176,16 @@ def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: b
         resident=False if evaluation else settings.resident,
         epochs=training.epochs,
         on_error=settings.on_error,
-        # A graph is captured for each shape of batch.
-        most_widths=None if evaluation or config.gpu.capture == "off" else CAPTURED_WIDTHS,
+        most_widths=None if evaluation else _most_widths(config),
     )
+
+
+def _most_widths(config: Config) -> int | None:
+    """How many widths batches may have: a graph is captured for each, and a compiler sees each as something new."""
+    gpu = config.gpu
+    if config.data.batching == "bucketed":
+        return EAGER_WIDTHS if gpu.device == "cpu" and not gpu.compile_model else None
+    return None if gpu.capture == "off" else CAPTURED_WIDTHS
 
 
 def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -> None:
