@@ -94,12 +94,13 @@ class TextClassifier(nn.Module):
             raise ModelError(f"a batch is {length} tokens long, the model takes {self.max_seq_len} (model.max_seq_len)")
         positions = torch.arange(length, device=input_ids.device)
         real = None if _are_full(lengths, length) else positions < lengths.unsqueeze(1)
-        hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
-        hidden = as_stream(hidden, self.residual)
+        hidden = _dropped(self.token_embedding(input_ids) + self.position_embedding(positions), self.dropout)
+        # One row of tokens between the layers: a linear layer would make it one each time, there and back.
+        shape, hidden = hidden.shape, as_stream(hidden, self.residual).flatten(0, 1)
         attended = None if real is None else real[:, None, None, :]
         for layer in self.layers:
-            hidden = layer(hidden, attended)
-        hidden = self.norm(hidden)
+            hidden = layer(hidden, shape[0], attended)
+        hidden = self.norm(hidden).view(shape)
         if real is not None:
             hidden = hidden * real.unsqueeze(2).to(hidden.dtype)
         pooled = hidden.sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
@@ -117,10 +118,10 @@ class TextClassifier(nn.Module):
                 f"offsets with {offsets.size(0)} borders leave no text beside the tail of {input_ids.size(0)} tokens; "
                 f"pack with the model's max_seq_len, {self.max_seq_len}"
             )
-        hidden = self.dropout(self.token_embedding(input_ids) + self.position_embedding(positions))
+        hidden = _dropped(self.token_embedding(input_ids) + self.position_embedding(positions), self.dropout)
         hidden = as_stream(hidden, self.residual)
         for layer in self.layers:
-            hidden = layer(hidden, None, offsets, self.max_seq_len)
+            hidden = layer(hidden, offsets=offsets, max_length=self.max_seq_len)
         logits: Tensor = self.head(_mean_per_text(self.norm(hidden), offsets[: texts + 1]))
         return logits
 
@@ -141,28 +142,33 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, hidden: Tensor, attended: Tensor | None, offsets: Tensor | None = None, max_length: int = 0
+        self,
+        hidden: Tensor,
+        batch: int = 0,
+        attended: Tensor | None = None,
+        offsets: Tensor | None = None,
+        max_length: int = 0,
     ) -> Tensor:
-        """[batch, length, width] with `attended`, or [tokens, width] with `offsets`, to the same.
+        """[tokens, width] to the same: of `batch` texts of one length, or of texts between `offsets`.
 
         `attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length].
         """
         normalised = self.norm_attention(hidden)
         if offsets is None:
-            mixed = self._attention(normalised, attended)
+            mixed = self._attention(normalised, batch, attended)
         else:
             mixed = self._packed_attention(normalised, offsets, max_length)
-        hidden = hidden + self.dropout(mixed)
+        hidden = hidden + _dropped(mixed, self.dropout)
         expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
-        result: Tensor = hidden + self.dropout(self.contract(expanded))
+        result: Tensor = hidden + _dropped(self.contract(expanded), self.dropout)
         return result
 
-    def _attention(self, hidden: Tensor, attended: Tensor | None) -> Tensor:
-        batch, length, width = hidden.shape
-        heads = self.query_key_value(hidden).view(batch, length, 3, self.n_heads, width // self.n_heads)
+    def _attention(self, hidden: Tensor, batch: int, attended: Tensor | None) -> Tensor:
+        tokens, width = hidden.shape
+        heads = self.query_key_value(hidden).view(batch, tokens // batch, 3, self.n_heads, width // self.n_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attended)
-        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(batch, length, width))
+        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(tokens, width))
         return result
 
     def _packed_attention(self, hidden: Tensor, offsets: Tensor, max_length: int) -> Tensor:
@@ -171,6 +177,12 @@ class EncoderLayer(nn.Module):
         mixed = packed_self_attention(heads, offsets, max_length)
         result: Tensor = self.attention_output(mixed.reshape(tokens, width))
         return result
+
+
+def _dropped(hidden: Tensor, dropout: nn.Dropout) -> Tensor:
+    """Dropout, and no call where there is none."""
+    result: Tensor = dropout(hidden) if dropout.p else hidden
+    return result
 
 
 def _are_full(lengths: Tensor, length: int) -> bool:
