@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import signal
@@ -313,6 +314,20 @@ def test_an_end_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
     assert time.monotonic() - begin < 40  # storage takes 60
     assert "could not be written: storage has not taken it" in str(store.problem)
     released.set()
+
+
+def test_after_a_failure_ranks_end_before_their_launcher_ends_them() -> None:
+    from torch.distributed import HashStore
+
+    from frameworm.launch.torchrun import launch_workers
+
+    grace_s = inspect.signature(launch_workers).parameters["failure_grace_s"].default
+    for world_size, most_s in ((1, 30.0), (2, grace_s - 2.0)):
+        store = make_store(Path("unused"), reports=RankReports(HashStore(), 0, world_size, 20))
+        waits_s: list[float] = []
+        store.close = waits_s.append  # type: ignore[method-assign, assignment]
+        store.abandon()
+        assert 10 < waits_s[0] <= most_s
 
 
 def test_a_rank_that_skips_makes_all_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

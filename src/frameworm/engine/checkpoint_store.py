@@ -36,6 +36,7 @@ PATIENCE_S = 60.0  # how long training waits for a checkpoint being written befo
 _WORTH_SAYING_S = 1.0
 _END_S = 600.0  # and at the end of the run
 _ABANDON_S = 30.0
+_ABANDON_AMONG_S = 15.0  # with other ranks: 20 s after one has failed its launcher ends the others
 _VISIBLE_S = 60.0
 
 # From where copies go (None: nowhere) and what is to be called once all is copied on the device, to the snapshot.
@@ -214,7 +215,7 @@ class CheckpointStore:
     def abandon(self) -> None:
         """The training ends by an error: wait for the checkpoint being written, but not long for other ranks."""
         self._reports.give_up()
-        self.close(_ABANDON_S)
+        self.close(_ABANDON_S if self._reports.world_size == 1 else _ABANDON_AMONG_S)
 
     def close(self, limit_s: float = _END_S) -> None:
         """The training is over: wait for what is being written, and give everything back."""
