@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# One more than there are cores: many tests wait for processes to start or for delays they injected.
+JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
 .PHONY: help setup demo test kernels lint format bench campaign docs clean
 help:  ## list the targets

@@ -130,7 +130,7 @@ def _refuse(job: TrialJob, rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_stuck_before_a_collective_costs_one_trial() -> None:
-    report = find("stuck", world_size=2, deadline_s=40, most=4)
+    report = find("stuck", world_size=2, deadline_s=25, most=4)
     assert [trial.outcome for trial in report.trials].count("hang") == 1
     # A machine too busy to be quick with smaller sizes gives the one that hung no second chance.
     assert report.largest in (3, 4)

@@ -96,11 +96,12 @@ class TextClassifier(nn.Module):
         real = None if _are_full(lengths, length) else positions < lengths.unsqueeze(1)
         hidden = _dropped(self.token_embedding(input_ids) + self.position_embedding(positions), self.dropout)
         # One row of tokens between the layers: a linear layer would make it one each time, there and back.
-        shape, hidden = hidden.shape, as_stream(hidden, self.residual).flatten(0, 1)
+        hidden = as_stream(hidden, self.residual).flatten(0, 1)
         attended = None if real is None else real[:, None, None, :]
+        batch = input_ids.size(0)
         for layer in self.layers:
-            hidden = layer(hidden, shape[0], attended)
-        hidden = self.norm(hidden).view(shape)
+            hidden = layer(hidden, (batch, length), attended)
+        hidden = self.norm(hidden).view(batch, length, hidden.size(1))
         if real is not None:
             hidden = hidden * real.unsqueeze(2).to(hidden.dtype)
         pooled = hidden.sum(1) / lengths.unsqueeze(1).to(hidden.dtype)
@@ -144,18 +145,18 @@ class EncoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        batch: int = 0,
+        padded: tuple[int, int] = (0, 0),
         attended: Tensor | None = None,
         offsets: Tensor | None = None,
         max_length: int = 0,
     ) -> Tensor:
-        """[tokens, width] to the same: of `batch` texts of one length, or of texts between `offsets`.
+        """[tokens, width] to the same: of a `padded` batch of texts by tokens, or of texts between `offsets`.
 
         `attended` is true for the tokens that may be looked at, broadcast to [batch, heads, length, length].
         """
         normalised = self.norm_attention(hidden)
         if offsets is None:
-            mixed = self._attention(normalised, batch, attended)
+            mixed = self._attention(normalised, padded, attended)
         else:
             mixed = self._packed_attention(normalised, offsets, max_length)
         hidden = hidden + _dropped(mixed, self.dropout)
@@ -163,12 +164,12 @@ class EncoderLayer(nn.Module):
         result: Tensor = hidden + _dropped(self.contract(expanded), self.dropout)
         return result
 
-    def _attention(self, hidden: Tensor, batch: int, attended: Tensor | None) -> Tensor:
-        tokens, width = hidden.shape
-        heads = self.query_key_value(hidden).view(batch, tokens // batch, 3, self.n_heads, width // self.n_heads)
+    def _attention(self, hidden: Tensor, padded: tuple[int, int], attended: Tensor | None) -> Tensor:
+        width = hidden.size(1)
+        heads = self.query_key_value(hidden).view(*padded, 3, self.n_heads, width // self.n_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attended)
-        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(tokens, width))
+        result: Tensor = self.attention_output(mixed.transpose(1, 2).reshape(hidden.shape))
         return result
 
     def _packed_attention(self, hidden: Tensor, offsets: Tensor, max_length: int) -> Tensor:
