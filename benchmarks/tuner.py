@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,7 @@ QUICKSTART_S = 180.0
 MOST_REGRET, MOST_TRIALS = 0.05, 0.20
 TEXT_BYTES, PIECE_BYTES = 96 * 2**20, 12 * 2**20
 LONG_EPOCHS = 10_000
+SEARCHED = "searched.json"  # in the folder of a search that came to its end
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class Session:
     def tune(self, config: Path, overrides: Sequence[str], budget: str, name: str) -> dict[str, Any]:
         """`frameworm tune` as a command; its result and its wall time, or why there is none."""
         out = self.folder / f"tune-{name}"
+        if (out / SEARCHED).exists():
+            tell_progress(f"{name}: was searched before")
+            return dict(json.loads((out / SEARCHED).read_text(encoding="utf-8")))
         command = [sys.executable, "-m", "frameworm", "tune", "--config", str(config), "--out", str(out)]
         command += ["--budget", budget, *(part for item in overrides for part in ("--set", item))]
         if self.arguments.trials is not None:
@@ -144,7 +149,7 @@ class Session:
             raise ContenderError(f"tune: exit code {done.returncode}: {' '.join(done.stderr.split())[-600:]}")
         told = json.loads((out / "tune.json").read_text(encoding="utf-8"))
         print(done.stdout, file=sys.stderr)
-        return {
+        result = {
             "wall_s": wall_s,
             "trials": told["trials"],
             "stopped": told["stopped"],
@@ -159,6 +164,8 @@ class Session:
             "walls": _walls(out / JOURNAL_NAME),
             "best": str(out / "best.yaml"),
         }
+        (out / SEARCHED).write_text(json.dumps(result), encoding="utf-8")
+        return result
 
     def race(self, contenders: dict[str, tuple[Train, str, tuple[str, ...], int]]) -> dict[str, Any]:
         """Trainings that take turns; milliseconds a step, and how many times as fast as each other.
@@ -209,7 +216,7 @@ class Session:
         settings = {
             key: str(value) if isinstance(value, Path) else value for key, value in vars(self.arguments).items()
         }
-        for place in ("data", "results"):
+        for place in ("data", "results", "work"):
             settings.pop(place)
         path = write_results(f"tuner-{name}", self.device, settings, results, self.arguments.results)
         tell_progress(f"wrote {path.name}")
@@ -385,6 +392,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--limit", type=float, default=900.0, help="longest to wait for anything, in seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--work", type=Path, help="keep searches here; one that ended is compared again, not repeated")
     parser.add_argument("--smoke", action="store_true", help="small sizes, few trials; the figures mean nothing")
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -394,8 +402,9 @@ def main() -> None:
     end_on_term()
     parts = {"shipped": shipped, "own": own, "quickstart": quickstart, "regret": regret}
     rows: list[list[str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        session = Session(arguments, Path(folder))
+    with tempfile.TemporaryDirectory() if arguments.work is None else nullcontext(arguments.work) as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        session = Session(arguments, Path(folder).resolve())
         try:
             for name in arguments.parts or usual:
                 rows += parts[name](session)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,3 +80,33 @@ def test_its_sentences_tell_their_class(tuner: ModuleType) -> None:
     samples = [data[index] for index in range(len(data))]
     assert len({int(sample["labels"]) for sample in samples}) == 2
     assert all(sample["input_ids"][0] == 10 + sample["labels"] for sample in samples)
+
+
+def test_a_search_that_ended_is_not_repeated(
+    tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "trials": 3,
+        "stopped": "all tried",
+        "changes": {},
+        "speedup": None,
+        "run_s_before": 2.0,
+        "run_s_after": 1.0,
+    }
+    calls = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir()
+        (out / "tune.json").write_text(json.dumps({**told, "attempts": []}))
+        (out / tuner.JOURNAL_NAME).write_text("")
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(tuner.subprocess, "run", run)
+    session = tuner.Session(argparse.Namespace(trials=None, limit=9.0), tmp_path)
+    first = session.tune(Path("plain.yaml"), (), "60s", "case")
+    assert first["run_s_after"] == 1.0
+    assert session.tune(Path("plain.yaml"), (), "60s", "case") == first
+    session.tune(Path("plain.yaml"), (), "60s", "another")
+    assert len(calls) == 2
