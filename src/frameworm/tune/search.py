@@ -18,7 +18,8 @@ from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import NO_TIME, BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
-from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, promise_of
+from frameworm.tune.noise import Noise
+from frameworm.tune.order import Promise, cost_of, figure_of, in_order, is_asked_for, past_the_peak, promise_of
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 from frameworm.tune.skipped import list_skipped
@@ -82,6 +83,7 @@ class Search:
         )
         self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
         self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
+        self._noise = Noise()
 
     @property
     def result(self) -> TuneResult:
@@ -120,8 +122,17 @@ class Search:
         while (following := self._next()) is not None:
             knob, _, promise = following
             asked_for = promise.by_verdict == 2
-            if not self._turn(*following) and (asked_for or self._challenge.was_refused(knob)):
+            if self._turn(*following):
+                self._look_again()
+            elif asked_for or self._challenge.was_refused(knob):
                 self._turn_with_a_partner(knob, asked_for)
+
+    def _look_again(self) -> None:
+        """Knobs that were judged while steps were unsteady come up once more now that they are not."""
+        for name in self._noise.in_doubt(self._challenge.best):
+            knob = self._knobs[name]
+            if self._is_open(knob) and not self._challenge.has_failed(knob) and not self._challenge.cannot_tell(knob):
+                self._tried.pop(name, None)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
         """The knob that promises most for its cost, of those not turned yet."""
@@ -139,12 +150,13 @@ class Search:
         return max(open_ones, key=lambda item: item[2].rank, default=None)
 
     def _possible(self, knob: Knob) -> list[Candidate]:
-        found = knob.candidates(self._challenge.context)
+        found = self._noise.worth_another_look(knob, knob.candidates(self._challenge.context), self.result.attempts)
         return [candidate for candidate in found if self._challenge.why_not(candidate, knob.setup_s) is None]
 
     def _turn(self, knob: Knob, candidates: Sequence[Candidate], promise: Promise) -> bool:
         """Try the values of a knob and prove the fastest; whether one was accepted."""
         self._tried[knob.name] = len(self.result.accepted)
+        self._noise.note(knob, self._challenge.best)
         promising: list[tuple[Attempt, Candidate, TrialResult]] = []
         screened: dict[float, float] = {}
         present = knob.position_of(self._challenge.context)
@@ -220,28 +232,15 @@ class Search:
         found: list[tuple[float, Knob, Knob, Candidate]] = []
         for knob in self._knobs.values():
             for other in (self._knobs[name] for name in knob.partners if name in self._knobs):
-                if any(self._is_settled(item) or not self._is_asked_for(item) for item in (knob, other)):
+                if any(self._is_settled(item) or not self._may_gain(item) for item in (knob, other)):
                     continue
                 bundle = next(self._bundles(knob, other), None)
                 known = [pair.changes for _, _, _, pair in found]
                 if bundle is not None and bundle.changes not in known and not self._challenge.has_tried(bundle):
-                    found.append((self._figure(knob) * self._figure(other), knob, other, bundle))
+                    figures = [figure_of(item, self._challenge.context, self.result.attempts) for item in (knob, other)]
+                    found.append((figures[0] * figures[1], knob, other, bundle))
         found.sort(key=lambda item: -item[0])
         return [(knob, other, bundle) for _, knob, other, bundle in found]
-
-    def _figure(self, knob: Knob) -> float:
-        """How many times as fast it was alone; what it usually is, where it was not measured."""
-        figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
-        return max(figures, default=1 + knob.gain(self._challenge.context))
-
-    def _is_asked_for(self, knob: Knob) -> bool:
-        """Whether a knob that gains nothing by itself, such as one that saves memory, is needed here."""
-        if knob.gain(self._challenge.context) > 0:
-            return True
-        codes = {str(finding.get("code")) for finding in self._challenge.best.findings}
-        return bool(codes & set(knob.codes(self._challenge.context))) or any(
-            item.failure == "oom" for item in self.result.attempts
-        )
 
     def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
         """The most promising value of one, with what then is the most promising value of the other."""
@@ -318,6 +317,9 @@ class Search:
     def _is_settled(self, knob: Knob) -> bool:
         """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
+
+    def _may_gain(self, knob: Knob) -> bool:
+        return is_asked_for(knob, self._challenge.context, self._challenge.best, self.result.attempts)
 
     def _is_open(self, knob: Knob) -> bool:
         """Whether it may still be worth a change after others were made."""

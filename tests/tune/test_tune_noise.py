@@ -1,0 +1,108 @@
+"""A busy host: eager steps differ by a tenth, and what gains a few percent shows only once they are compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from simulated_gpu import CONFIGS, GptGpu, proof_of, trial_of, tune_gpt_on
+
+from frameworm.config.load import load_config
+from frameworm.config.schema import Config
+from frameworm.tune.context import apply_changes
+from frameworm.tune.noise import Noise, spread_of
+from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+
+NOISE = 0.04
+BY_HAND = {
+    "training.micro_batch": 128,
+    "gpu.compile_model": True,
+    "gpu.capture": "step",
+    "model.residual": "half",
+}
+
+
+class BusyHost(GptGpu):
+    """GPT-2 on an H200 whose host is slow: times of starts, trials and proofs as they were there."""
+
+    def run_trial(self, request: TrialRequest) -> TrialResult:
+        config = request.config
+        self.made.append(f"trial {request.label}")
+        needs_s = 11.0 if len(self.made) > 1 else 24.0
+        needs_s += 26.0 * config.gpu.compile_model + 6.0 * (config.gpu.capture == "step")
+        if not self._has_time(needs_s, self._patience.for_trial(config, request.timeout_s).seconds):
+            return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
+        self._patience.learn(config, needs_s)
+        return trial_of(request, self._window, 26.0 if config.gpu.compile_model else 6.0, self._findings)
+
+    def prove(self, request: ProofRequest) -> ProofResult:
+        self.made.append(f"proof {request.label}")
+        needs_s = 35.0 + 18.0 * request.candidate.gpu.compile_model + 10.0 * request.baseline.gpu.compile_model
+        if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
+            return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
+        return ProofResult(proof_of(request, self._window, pairs=6, precision="bf16"))
+
+    def _window(self, config: Config) -> float:
+        return step_of(config) * 1e-3 * math.exp(self._draw.gauss(0, 0.003 if config.gpu.compile_model else NOISE))
+
+
+def step_of(config: Config) -> float:
+    """How long a step takes beside one of the plain config."""
+    micro = config.training.micro_batch
+    assert isinstance(micro, int)
+    if not config.gpu.compile_model:
+        return {32: 0.9, 64: 0.88, 128: 0.84}.get(micro, 1.0)
+    found = {16: 0.87, 32: 0.8, 64: 0.77}.get(micro, 0.76)
+    found /= 1.022 if config.gpu.capture == "step" else 1.0
+    return found / (1.028 if config.model.model_dump()["residual"] == "half" else 1.0)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 7, 8])  # without a second look three of them end at 0.94 or 0.95
+def test_what_drowned_in_noise_is_found_once_steps_are_steady(seed: int) -> None:
+    gpu = BusyHost(seed=seed)
+    result = tune_gpt_on(gpu, budget_s=440.0)
+    plain = load_config(CONFIGS / "gpt2_124m.yaml", ["gpu.device=cuda"])
+    found = apply_changes(plain, {key: after for key, (_, after) in result.changes.items()})
+    assert step_of(apply_changes(plain, BY_HAND)) / step_of(found) >= 0.96, gpu.made
+    assert gpu.now_s <= 1.15 * 440.0
+
+
+def windows(*values: float) -> TrialResult:
+    return TrialResult(values)
+
+
+def test_only_what_was_judged_in_noise_comes_up_again() -> None:
+    from frameworm.tune.knobs import all_knobs
+
+    knobs = {knob.name: knob for knob in all_knobs()}
+    noise = Noise()
+    noise.note(knobs["residual"], windows(1.0, 1.08, 0.98))
+    noise.note(knobs["compile"], windows(1.0, 1.01, 1.0))
+    assert noise.in_doubt(windows(1.0, 1.06, 0.98)) == [], "nor is it quiet now"
+    assert noise.in_doubt(windows(0.9, 0.905, 0.903)) == ["residual"]
+    noise.note(knobs["residual"], windows(0.9, 0.905, 0.903))
+    assert noise.in_doubt(windows(0.9, 0.905, 0.903)) == []
+
+
+def test_of_its_values_the_fastest_come_up_again() -> None:
+    from frameworm.tune.knobs import Candidate, all_knobs
+    from frameworm.tune.result import Attempt
+
+    knob = next(knob for knob in all_knobs() if knob.name == "micro_batch")
+    values = [Candidate("micro_batch", {"training.micro_batch": size}, "rounding") for size in (32, 64, 128)]
+    figures: list[tuple[Candidate, Any]] = list(zip(values, (1.05, 1.15, 1.17)))
+    attempts = [
+        Attempt(item.knob, item.label, item.changes, status="rejected", reason="", screened=figure)
+        for item, figure in figures
+    ]
+    noise = Noise()
+    assert noise.worth_another_look(knob, values, attempts) == values
+    noise.note(knob, windows(1.0, 1.08, 0.98))
+    assert noise.worth_another_look(knob, values, []) == values
+    assert noise.worth_another_look(knob, values, attempts) == values[1:]
+
+
+def test_too_few_windows_tell_nothing() -> None:
+    assert spread_of(windows(1.0, 2.0)) == 0.0
+    assert spread_of(windows(1.0, 1.1, 1.0)) == pytest.approx(0.1)
