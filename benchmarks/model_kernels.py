@@ -104,9 +104,9 @@ def causal(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     tiles = [
         ((own, other, warps, stages, registers),)
         for own, other, (warps, stages), registers in itertools.product(
-            (64, 128), (32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3)), (None, 96, 128, 168)
+            (64, 128), (32, 64), ((4, 2), (4, 3), (8, 2), (8, 3)), (None, 96, 128, 168)
         )
-        if own == 64 or registers in (None, 128)
+        if registers is None or (own == 64 and warps == 4)  # more threads or rows would not fit into so few
     ][: 1 if small else None]
     shaped_by = partial(with_shapes, module=causal_attention, shapes=tiles)
     return {

@@ -536,8 +536,8 @@ def test_widths_are_few() -> None:
     for batching in ("padded", "bucketed"):
         loader = create(Subset(wide, range(2_000)), 8, batching=batching, num_workers=0, most_widths=16)
         assert 4 < len({batch["input_ids"].shape[1] for batch in loader}) <= 16
-    of_any_width = create(Subset(wide, range(2_000)), 8, batching="bucketed", num_workers=0, most_widths=64)
-    assert 16 < len({batch["input_ids"].shape[1] for batch in of_any_width}) <= 64
+    of_many_widths = create(Subset(wide, range(2_000)), 8, batching="bucketed", num_workers=0, most_widths=64)
+    assert 16 < len({batch["input_ids"].shape[1] for batch in of_many_widths}) <= 64
     exact = create(wide, 8, num_workers=0)
     assert len({batch["input_ids"].shape[1] for batch in exact}) > 16
     always = TextDataset(store_of(lengths), 150, pad_to="max").with_width_step(40)

@@ -188,20 +188,29 @@ class GptGpu(Gpu):
     def run_trial(self, request: TrialRequest) -> TrialResult:
         config = request.config
         self.made.append(f"trial {request.label}")
-        needs_s = self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))
+        needs_s = self._trial_s(config)
         if not self._has_time(needs_s, self._patience.for_trial(config, request.timeout_s).seconds):
             return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
         self._patience.learn(config, needs_s)
-        return trial_of(request, self._window, 36.0 if config.gpu.compile_model else 1.0, self._findings)
+        return trial_of(request, self._window, self._setup_s(config), self._findings)
 
     def prove(self, request: ProofRequest) -> ProofResult:
         self.made.append(f"proof {request.label}")
-        needs_s = self._slower * (self._proof_s + (35.0 if request.candidate.gpu.compile_model else 0.0))
+        needs_s = self._takes_s(request)
         if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
             return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)
         frozen = "first" if self._cheats and request.candidate.model.model_dump()["residual"] == "half" else None
         return ProofResult(proof_of(request, self._window, pairs=6, precision="bf16", frozen=frozen))
+
+    def _trial_s(self, config: Config) -> float:
+        return self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))
+
+    def _setup_s(self, config: Config) -> float:
+        return 36.0 if config.gpu.compile_model else 1.0
+
+    def _takes_s(self, request: ProofRequest) -> float:
+        return self._slower * (self._proof_s + (35.0 if request.candidate.gpu.compile_model else 0.0))
 
     def _findings(self, config: Config) -> Judged:
         return "compute_bound", [{"code": "compute_bound", "share": 0.95, "remedies": []}]

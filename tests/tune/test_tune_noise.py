@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import pytest
-from simulated_gpu import CONFIGS, GptGpu, proof_of, trial_of, tune_gpt_on
+from simulated_gpu import CONFIGS, GptGpu, tune_gpt_on
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.tune.context import apply_changes
 from frameworm.tune.noise import Noise, spread_of
-from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.outcomes import ProofRequest, TrialResult
 
 NOISE = 0.04
 BY_HAND = {
@@ -26,22 +26,15 @@ BY_HAND = {
 class BusyHost(GptGpu):
     """GPT-2 on an H200 whose host is slow: times of starts, trials and proofs as they were there."""
 
-    def run_trial(self, request: TrialRequest) -> TrialResult:
-        config = request.config
-        self.made.append(f"trial {request.label}")
-        needs_s = 11.0 if len(self.made) > 1 else 24.0
-        needs_s += 26.0 * config.gpu.compile_model + 6.0 * (config.gpu.capture == "step")
-        if not self._has_time(needs_s, self._patience.for_trial(config, request.timeout_s).seconds):
-            return TrialResult(failure=Failure("hang", "the budget leaves it no more"))
-        self._patience.learn(config, needs_s)
-        return trial_of(request, self._window, 26.0 if config.gpu.compile_model else 6.0, self._findings)
+    def _trial_s(self, config: Config) -> float:
+        seconds = 11.0 if len(self.made) > 1 else 24.0
+        return seconds + 26.0 * config.gpu.compile_model + 6.0 * (config.gpu.capture == "step")
 
-    def prove(self, request: ProofRequest) -> ProofResult:
-        self.made.append(f"proof {request.label}")
-        needs_s = 35.0 + 18.0 * request.candidate.gpu.compile_model + 10.0 * request.baseline.gpu.compile_model
-        if not self._has_time(needs_s, self._patience.for_proof(request).seconds):
-            return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
-        return ProofResult(proof_of(request, self._window, pairs=6, precision="bf16"))
+    def _setup_s(self, config: Config) -> float:
+        return 26.0 if config.gpu.compile_model else 6.0
+
+    def _takes_s(self, request: ProofRequest) -> float:
+        return 35.0 + 18.0 * request.candidate.gpu.compile_model + 10.0 * request.baseline.gpu.compile_model
 
     def _window(self, config: Config) -> float:
         return step_of(config) * 1e-3 * math.exp(self._draw.gauss(0, 0.003 if config.gpu.compile_model else NOISE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from frameworm.tune.figures import figures_of
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.outcomes import TrialResult
 from frameworm.tune.result import Attempt
@@ -40,7 +41,7 @@ class Noise:
         self, knob: Knob, candidates: Sequence[Candidate], attempts: Sequence[Attempt]
     ) -> list[Candidate]:
         """All values of a knob the first time, later those that were fastest in the noise."""
-        figures = {item.label: item.screened for item in attempts if item.knob == knob.name and item.screened}
+        figures = figures_of(knob, attempts)
         if self._spreads.get(knob.name, 0.0) < _UNSTEADY or not figures:
             return list(candidates)
         enough = _NEARLY * max(figures.values())

@@ -9,7 +9,6 @@ from frameworm.records.estimate import known
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.outcomes import TrialResult
-from frameworm.tune.result import Attempt
 
 # An ordinary knob's trial on a machine that nothing is known of yet.
 _LEAST_COST_S = 1.0
@@ -140,17 +139,3 @@ def _gain_of(finding: Mapping[str, Any]) -> float:
         return max(0.0, value - 1)
     share = known(finding.get("share"))
     return 0.0 if share is None else share / max(0.05, 1 - share)
-
-
-def figure_of(knob: Knob, context: Context, attempts: Sequence[Attempt]) -> float:
-    """How many times as fast a knob was alone; what it usually is, where it was not measured."""
-    figures = [item.screened for item in attempts if item.knob == knob.name and item.screened]
-    return max(figures, default=1 + knob.gain(context))
-
-
-def is_asked_for(knob: Knob, context: Context, best: TrialResult, attempts: Sequence[Attempt]) -> bool:
-    """Whether a knob gains something, or does not by itself, such as one that saves memory, and is needed here."""
-    if knob.gain(context) > 0:
-        return True
-    codes = {str(finding.get("code")) for finding in best.findings}
-    return bool(codes & set(knob.codes(context))) or any(item.failure == "oom" for item in attempts)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations
+from math import prod
 
 from frameworm.guard.proof import MINIMUM_GAIN
 from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.doubts import settle_doubts
+from frameworm.tune.figures import figure_of, figures_of, is_asked_for
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import NO_TIME, BudgetSpentError, Ledger
 from frameworm.tune.longer import Longer
 from frameworm.tune.noise import Noise
-from frameworm.tune.order import Promise, cost_of, figure_of, in_order, is_asked_for, past_the_peak, promise_of
+from frameworm.tune.order import Promise, cost_of, in_order, past_the_peak, promise_of
 from frameworm.tune.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
 from frameworm.tune.result import Accepted, Attempt, Tell, TuneResult
 from frameworm.tune.skipped import list_skipped
@@ -131,7 +133,8 @@ class Search:
         """Knobs that were judged while steps were unsteady come up once more now that they are not."""
         for name in self._noise.in_doubt(self._challenge.best):
             knob = self._knobs[name]
-            if self._is_open(knob) and not self._challenge.has_failed(knob) and not self._challenge.cannot_tell(knob):
+            told_nothing = self._challenge.has_failed(knob) or self._challenge.cannot_tell(knob)
+            if self._is_open(knob) and not told_nothing and knob.why_not(self._challenge.context) is None:
                 self._tried.pop(name, None)
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
@@ -230,15 +233,15 @@ class Search:
     def _pairs(self) -> list[tuple[Knob, Knob, Candidate]]:
         """Pairs worth a trial, those first whose figures alone speak least against them."""
         found: list[tuple[float, Knob, Knob, Candidate]] = []
+        context, best, attempts = self._challenge.context, self._challenge.best, self.result.attempts
         for knob in self._knobs.values():
-            for other in (self._knobs[name] for name in knob.partners if name in self._knobs):
-                if any(self._is_settled(item) or not self._may_gain(item) for item in (knob, other)):
+            for pair in ((knob, self._knobs[name]) for name in knob.partners if name in self._knobs):
+                if any(self._is_settled(item) or not is_asked_for(item, context, best, attempts) for item in pair):
                     continue
-                bundle = next(self._bundles(knob, other), None)
-                known = [pair.changes for _, _, _, pair in found]
+                bundle = next(self._bundles(*pair), None)
+                known = [item.changes for _, _, _, item in found]
                 if bundle is not None and bundle.changes not in known and not self._challenge.has_tried(bundle):
-                    figures = [figure_of(item, self._challenge.context, self.result.attempts) for item in (knob, other)]
-                    found.append((figures[0] * figures[1], knob, other, bundle))
+                    found.append((prod(figure_of(item, context, attempts) for item in pair), *pair, bundle))
         found.sort(key=lambda item: -item[0])
         return [(knob, other, bundle) for _, knob, other, bundle in found]
 
@@ -265,7 +268,7 @@ class Search:
                 continue
             since = {item.candidate.knob for item in self.result.accepted[self._tried[knob.name] :]}
             names = {part for name in since for part in name.split("+")}
-            figures = [item.screened for item in self.result.attempts if item.knob == knob.name and item.screened]
+            figures = figures_of(knob, self.result.attempts).values()
             nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.has_failed(knob)
             if self._challenge.cannot_tell(knob):
                 continue
@@ -317,9 +320,6 @@ class Search:
     def _is_settled(self, knob: Knob) -> bool:
         """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
         return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
-
-    def _may_gain(self, knob: Knob) -> bool:
-        return is_asked_for(knob, self._challenge.context, self._challenge.best, self.result.attempts)
 
     def _is_open(self, knob: Knob) -> bool:
         """Whether it may still be worth a change after others were made."""
