@@ -67,13 +67,13 @@ def trial_of(
 def proof_of(
     request: ProofRequest,
     window: Callable[[Config], float],
-    pairs: int = 10,
     precision: str = "fp32",
     frozen: str | None = None,
+    goes_on: Callable[[list[Window]], bool] = lambda windows: len(windows) < 20,
 ) -> Proof:
     """A proof of windows that are drawn and of a real small training, in which the candidate may freeze a layer."""
-    windows = []
-    for _ in range(pairs):
+    windows: list[Window] = []
+    while goes_on(windows):
         windows.append(Window("before", window(request.baseline)))
         windows.append(Window("after", window(request.candidate)))
     unit = ROUNDING_UNITS[precision]
@@ -201,7 +201,10 @@ class GptGpu(Gpu):
             return ProofResult(failure=Failure("hang", "the budget leaves it no more"))
         self.proved.append(request)
         frozen = "first" if self._cheats and request.candidate.model.model_dump()["residual"] == "half" else None
-        return ProofResult(proof_of(request, self._window, pairs=6, precision="bf16", frozen=frozen))
+        return ProofResult(proof_of(request, self._window, "bf16", frozen, self._goes_on))
+
+    def _goes_on(self, windows: list[Window]) -> bool:
+        return len(windows) < 12
 
     def _trial_s(self, config: Config) -> float:
         return self._slower * (14.0 + (36.0 if config.gpu.compile_model else 0.0))

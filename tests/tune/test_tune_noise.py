@@ -10,11 +10,16 @@ from simulated_gpu import CONFIGS, GptGpu, tune_gpt_on
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
+from frameworm.guard.gain import Window
 from frameworm.tune.context import apply_changes
+from frameworm.tune.effort import Effort
 from frameworm.tune.noise import Noise, spread_of
 from frameworm.tune.outcomes import ProofRequest, TrialResult
+from frameworm.tune.windows import wants_more
 
-NOISE = 0.04
+BUDGET_S = 430.0
+PAIR_S = 2.4
+
 BY_HAND = {
     "training.micro_batch": 128,
     "gpu.compile_model": True,
@@ -24,7 +29,15 @@ BY_HAND = {
 
 
 class BusyHost(GptGpu):
-    """GPT-2 on an H200 whose host is slow: times of starts, trials and proofs as they were there."""
+    """GPT-2 on an H200 whose host is slow: times of starts, trials and proofs as they were there.
+
+    Args:
+        noise: By how much eager windows differ.
+    """
+
+    def __init__(self, noise: float, seed: int) -> None:
+        super().__init__(seed=seed)
+        self._noise = noise
 
     def _trial_s(self, config: Config) -> float:
         seconds = 11.0 if len(self.made) > 1 else 24.0
@@ -37,7 +50,14 @@ class BusyHost(GptGpu):
         return 35.0 + 18.0 * request.candidate.gpu.compile_model + 10.0 * request.baseline.gpu.compile_model
 
     def _window(self, config: Config) -> float:
-        return step_of(config) * 1e-3 * math.exp(self._draw.gauss(0, 0.003 if config.gpu.compile_model else NOISE))
+        return (
+            step_of(config) * 1e-3 * math.exp(self._draw.gauss(0, 0.003 if config.gpu.compile_model else self._noise))
+        )
+
+    def _goes_on(self, windows: list[Window]) -> bool:
+        more = wants_more(windows, Effort(), long_pairs=True)
+        self.now_s += PAIR_S if more and len(windows) >= 12 else 0.0
+        return more
 
 
 def step_of(config: Config) -> float:
@@ -51,14 +71,39 @@ def step_of(config: Config) -> float:
     return found / (1.028 if config.model.model_dump()["residual"] == "half" else 1.0)
 
 
-@pytest.mark.parametrize("seed", [3, 5, 7, 8])  # without a second look three of them end at 0.94 or 0.95
-def test_what_drowned_in_noise_is_found_once_steps_are_steady(seed: int) -> None:
-    gpu = BusyHost(seed=seed)
-    result = tune_gpt_on(gpu, budget_s=440.0)
+# Without a second look these but the second end below.
+@pytest.mark.parametrize(("noise", "seed"), [(0.04, 7), (0.05, 2), (0.06, 3), (0.07, 8)])
+def test_what_drowned_in_noise_is_found_once_steps_are_steady(noise: float, seed: int) -> None:
+    gpu = BusyHost(noise, seed)
+    assert beside_hand_made(gpu) >= 0.95, gpu.made
+    assert gpu.now_s <= 1.15 * BUDGET_S
+
+
+def test_a_gain_in_doubt_is_proved_while_there_is_time() -> None:
+    """Its windows lie apart, but the interval does not; and what would be left for a proof of the whole is not owed."""
+    gpu = BusyHost(0.06, 18)
+    assert beside_hand_made(gpu) >= 0.93, gpu.made
+
+
+def test_few_pairs_are_enough_only_if_they_tell() -> None:
+    clear = [1.0, 0.8, 1.01, 0.81, 0.99, 0.8, 1.0, 0.79, 1.0, 0.8, 1.01, 0.8]
+    open_ones = [1.4, 0.97, 1.0, 0.98, 1.01, 0.99, 1.3, 0.97, 1.0, 0.99, 1.5, 0.98]
+    assert not wants_more(paired(clear), Effort(), long_pairs=True)
+    assert wants_more(paired(clear), Effort(), long_pairs=False), "where they are short, there is time for more"
+    assert wants_more(paired(open_ones), Effort(), long_pairs=True)
+    assert wants_more([], Effort(), long_pairs=True)
+
+
+def paired(seconds: list[float]) -> list[Window]:
+    return [Window("after" if place % 2 else "before", value) for place, value in enumerate(seconds)]
+
+
+def beside_hand_made(gpu: BusyHost) -> float:
+    """How fast what a search finds is beside the settings made by hand."""
+    result = tune_gpt_on(gpu, budget_s=BUDGET_S)
     plain = load_config(CONFIGS / "gpt2_124m.yaml", ["gpu.device=cuda"])
     found = apply_changes(plain, {key: after for key, (_, after) in result.changes.items()})
-    assert step_of(apply_changes(plain, BY_HAND)) / step_of(found) >= 0.96, gpu.made
-    assert gpu.now_s <= 1.15 * 440.0
+    return step_of(apply_changes(plain, BY_HAND)) / step_of(found)
 
 
 def windows(*values: float) -> TrialResult:

@@ -315,7 +315,7 @@ def _start_server() -> None:
     first.join()
 
 
-def _until(holds: object, limit_s: float = 90.0) -> None:
+def _until(holds: object, limit_s: float = 180.0) -> None:
     assert callable(holds)
     deadline = time.monotonic() + limit_s
     while not holds():

@@ -9,6 +9,7 @@ from frameworm.guard.gain import Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, QUALITY, Proof, lacks_only_quality, with_quality
 from frameworm.guard.quality import judge_quality
 from frameworm.tune.context import Context, apply_changes, setting_of
+from frameworm.tune.figures import was_checked
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import BudgetSpentError, Ledger
@@ -68,7 +69,7 @@ class Challenge:
         """Why a candidate is not worth a trial; `last`: nothing else waits for the budget."""
         if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
             return f"changes more than rounding: {refused}"
-        if any(_was_checked(item, candidate) for item in self.result.attempts):
+        if any(was_checked(item, candidate) for item in self.result.attempts):
             return "a longer check did not speak for it"
         run_s = self.result.run_s(self.best)
         if run_s is not None and setup_s >= run_s:
@@ -106,8 +107,11 @@ class Challenge:
             if kept is not None:
                 return kept
         self.report(f"proving {candidate.label}")
-        reserve = 1 if self.result.accepted else 0
-        outcome = self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
+        try:
+            outcome = self._prove_step(candidate, config)
+        except BudgetSpentError:
+            attempt.reason += ", and the budget has no time left for its proof"
+            return False  # but others may be plain to see
         if outcome.failure is not None or outcome.proof is None:
             attempt.status = "failed"
             attempt.failure = outcome.failure.kind if outcome.failure else "crash"
@@ -122,6 +126,16 @@ class Challenge:
             return False
         self._accept(attempt, candidate, config, trial)
         return True
+
+    def _prove_step(self, candidate: Candidate, config: Config) -> ProofResult:
+        """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any."""
+        try:
+            reserve = 1 if self.result.accepted else 0
+            return self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
+        except BudgetSpentError:
+            if self._owes_proof:
+                raise
+        return self.ledger.proof(self.context.config, config, candidate, self.context)
 
     def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
         """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
@@ -333,17 +347,3 @@ class Challenge:
         self._journal.write_summary(self.result.to_json())
         if self._tell is not None:
             self._tell(Progress(doing, self.result, self.ledger.budget))
-
-
-def only_gain_failed(attempt: Attempt) -> bool:
-    """Whether a proof found nothing wrong but the gain."""
-    assert attempt.proof is not None
-    gain, *others = attempt.proof.checks
-    return not gain.passed and all(check.passed is not False for check in others)
-
-
-def _was_checked(attempt: Attempt, candidate: Candidate) -> bool:
-    """Whether a longer check of these changes, or of a part of them, did not end well."""
-    if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
-        return False
-    return attempt.changes.items() <= candidate.changes.items()

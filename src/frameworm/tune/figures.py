@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frameworm.tune.context import Context
-from frameworm.tune.knobs import Knob
+from frameworm.tune.knobs import Candidate, Knob
 from frameworm.tune.outcomes import TrialResult
 from frameworm.tune.result import Attempt
 
@@ -30,3 +30,17 @@ def is_asked_for(knob: Knob, context: Context, best: TrialResult, attempts: Sequ
         return True
     codes = {str(finding.get("code")) for finding in best.findings}
     return bool(codes & set(knob.codes(context))) or any(item.failure == "oom" for item in attempts)
+
+
+def only_gain_failed(attempt: Attempt) -> bool:
+    """Whether a proof found nothing wrong but the gain."""
+    assert attempt.proof is not None
+    gain, *others = attempt.proof.checks
+    return not gain.passed and all(check.passed is not False for check in others)
+
+
+def was_checked(attempt: Attempt, candidate: Candidate) -> bool:
+    """Whether a longer check of these changes, or of a part of them, did not end well."""
+    if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
+        return False
+    return attempt.changes.items() <= candidate.changes.items()

@@ -12,10 +12,10 @@ from itertools import chain, combinations
 from math import prod
 
 from frameworm.guard.proof import MINIMUM_GAIN
-from frameworm.tune.challenge import WANTS_CHECK, Challenge, only_gain_failed
+from frameworm.tune.challenge import WANTS_CHECK, Challenge
 from frameworm.tune.context import Context, apply_changes, setting_of
 from frameworm.tune.doubts import settle_doubts
-from frameworm.tune.figures import figure_of, figures_of, is_asked_for
+from frameworm.tune.figures import figure_of, figures_of, is_asked_for, only_gain_failed
 from frameworm.tune.journal import Journal
 from frameworm.tune.knobs import Candidate, Knob, together
 from frameworm.tune.ledger import NO_TIME, BudgetSpentError, Ledger

@@ -140,19 +140,23 @@ def take_turns(
     last_call = deadline - learning_s(before_s, after_s)
     windows: list[Window] = []
     pair_s = sum((size.lead_in + size.steps) * step_s for size, step_s in zip(sizes, (before_s, after_s)))
-    few = _FEW_PAIRS if pair_s > _LONG_PAIR_S else None
-    for pairs in (effort.pairs, effort.more_pairs):
-        for _ in range(pairs):
-            if few is not None and len(windows) == 2 * few and _lie_apart(windows):
-                return windows, max(before_s, after_s)
-            if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
-                return windows, max(before_s, after_s)
-            for side, live, size in turns:
-                windows.append(Window(side, measure(live, *size)))
-            turns.reverse()
-        if not _is_open(windows):
+    while wants_more(windows, effort, long_pairs=pair_s > _LONG_PAIR_S):
+        if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
             break
+        for side, live, size in turns:
+            windows.append(Window(side, measure(live, *size)))
+        turns.reverse()
     return windows, max(before_s, after_s)
+
+
+def wants_more(windows: Sequence[Window], effort: Effort, *, long_pairs: bool) -> bool:
+    """Whether another pair is wanted; what they say is looked at twice, or three times where they are long."""
+    pairs = len(windows) // 2
+    if long_pairs and pairs == _FEW_PAIRS and _lie_apart(windows) and not _is_open(windows):
+        return False
+    if pairs == effort.pairs:
+        return _is_open(windows)
+    return pairs < effort.pairs + effort.more_pairs
 
 
 def _steps(step_s: float, window_s: float) -> int:
