@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from frameworm.models.attention import packed_attention, sequence_of_tokens
+from frameworm.models.attention import known_to_compiler, packed_attention, sequence_of_tokens
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -90,3 +92,19 @@ def test_flash_kernels_agree(causal: bool, compiled: bool) -> None:
     ):
         assert torch.isfinite(ours).all()
         assert torch.allclose(ours.float(), theirs, atol=5e-2)
+
+
+def test_what_the_compiler_cannot_trace_is_asked_once() -> None:
+    asked = []
+
+    @known_to_compiler
+    def answer() -> bool:
+        asked.append(time.localtime())  # nothing that a graph can hold
+        return True
+
+    def choose(value: torch.Tensor) -> torch.Tensor:
+        return value + 1 if answer() else value
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == compiled(torch.zeros(2)).tolist() == [1.0, 1.0]
+    assert len(asked) == 1

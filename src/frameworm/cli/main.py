@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import NoReturn
 
@@ -11,11 +10,8 @@ import typer
 from frameworm import __version__
 from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune
 from frameworm.errors import FramewormError
+from frameworm.launch.environment import ask_to_keep_freed_memory
 from frameworm.records.atomic import forbid_world_writable
-
-# torch for ARM gives memory that was free for a tenth of a second back to the system (mimalloc). Longer steps would get
-# theirs anew each time, page by page. It is asked when torch is loaded, which no import here does.
-KEEP_FREED_MEMORY = ("MIMALLOC_PURGE_DELAY", "10000")
 
 app = typer.Typer(
     name="frameworm",
@@ -53,7 +49,7 @@ def _root(
 def main() -> NoReturn:
     """Entry point: errors of ours end with one message and their exit code, faults with a traceback."""
     forbid_world_writable()
-    os.environ.setdefault(*KEEP_FREED_MEMORY)
+    ask_to_keep_freed_memory()
     try:
         app()
     except FramewormError as error:

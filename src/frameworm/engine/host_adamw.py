@@ -72,12 +72,19 @@ class HostAdamW:
         self._groups = []
         for group in self._optimizer.param_groups:
             members = [item for item in group["params"] if item.grad is not None]
+            if not all(self._optimizer.state.get(item) for item in members):
+                self._begin(group, members)
             states = [self._optimizer.state.get(item, {}) for item in members]
             if not all(map(_can_be_stepped, members, states)):
                 self._groups = []
                 return False
             self._groups.append(_Group(members, states))
         return True
+
+    def _begin(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
+        """Have torch make the state that its first step would make; that step loads the compiler, for a second."""
+        if all(_is_plain(item) and item.grad is not None and _is_plain(item.grad) for item in members):
+            self._optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]
 
 
 class _Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from frameworm.config.schema import Config
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """The optimizer a config names; vectors (biases, norms) are not decayed."""
+    _leave_compiler_out()
     training = config.training
     parameters = [item for item in model.parameters() if item.requires_grad]
     matrices = [item for item in parameters if item.ndim >= 2]
@@ -27,3 +29,16 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=training.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
+
+
+def _leave_compiler_out() -> None:
+    """Let optimizers be made, saved and loaded without the compiler.
+
+    Their first call of these loads it, for more than a second, only to say that it is not to look into them.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for name in ("add_param_group", "state_dict", "load_state_dict"):
+        plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if plain is not None:
+            setattr(plain, "__dynamo_disable", plain)  # where torch keeps what it made of it

@@ -68,7 +68,8 @@ def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, fla
     """Set torch's global switches for a run; deterministic mode wins over the faster choices."""
     if deterministic:
         ask_for_deterministic_cublas()
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic or torch.are_deterministic_algorithms_enabled():  # it loads the compiler to tell it, too
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark and not deterministic
     with warnings.catch_warnings():

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from frameworm.engine.manifest import merge
 from frameworm.engine.outline import Path, encode
@@ -19,7 +18,7 @@ from frameworm.engine.shard_files import type_name
 from frameworm.engine.shard_writing import Layout, Stored, lay_out
 from frameworm.engine.staging import Staging
 from frameworm.errors import CheckpointError
-from frameworm.parallel.shards import HeldState, first_row, own_part
+from frameworm.parallel.shards import HeldState, first_row, is_part, own_part
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def take_snapshot(
         shared = encode(held.replicated, alike.keep)
         owned = encode(held.owned, alone.keep)
         own_outline = encode(own, personal.keep)
-        whole = {name: item.nbytes for name, item in alike.tensors.items() if not isinstance(item, DTensor)}
+        whole = {name: item.nbytes for name, item in alike.tensors.items() if not is_part(item)}
         writers = spread(whole, world_size)
         mine = {name: item for name, item in alike.tensors.items() if writers.get(name, rank) == rank}
         staging.begin()
@@ -183,7 +182,7 @@ def _copies(tensors: dict[str, torch.Tensor], staging: Staging) -> dict[str, Pie
 
 
 def _first_row(tensor: torch.Tensor) -> int:
-    return first_row(tensor) if isinstance(tensor, DTensor) else 0
+    return first_row(tensor) if is_part(tensor) else 0
 
 
 def _problem(error: Exception) -> str:

@@ -155,6 +155,14 @@ def agent_hosts_store(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def ask_to_keep_freed_memory() -> None:
+    """Ask torch for ARM, before it is loaded, not to give freed memory back to the system at once (mimalloc).
+
+    Steps longer than a tenth of a second would get theirs anew each time, page by page.
+    """
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
+
+
 def ask_for_deterministic_cublas() -> None:
     """Give cuBLAS the fixed workspace that deterministic mode needs, unless the user has chosen one."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -7,7 +7,8 @@ and all shapes are known beforehand, so a model can be compiled in one graph and
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,14 @@ from frameworm.models.grouped_attention import grouped_attention
 from frameworm.models.short_attention import short_attention, suits_short_kernels
 
 _WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def known_to_compiler(function: Function) -> Function:
+    """Have the compiler ask it once and take the answer; `torch.compiler.assume_constant_result` would load that."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def packed_attention(
@@ -69,13 +78,13 @@ def _fits_flash(query: Tensor) -> bool:
     return query.is_cuda and half and width % 8 == 0 and width <= _WIDEST_HEAD
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+@known_to_compiler
 def flash_allowed() -> bool:
     """Whether this GPU has the flash kernels and the user lets them run."""
     return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+@known_to_compiler
 def _takes_is_causal() -> bool:
     """How this torch is told that no token looks ahead; the keyword changed between versions."""
     from torch.nn.attention.varlen import varlen_attn

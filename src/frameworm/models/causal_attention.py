@@ -47,7 +47,7 @@ def ask_for_others(asked: bool) -> None:
     _others_asked_for = asked
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+@attention.known_to_compiler
 def _wanted() -> bool:
     return not _others_asked_for
 

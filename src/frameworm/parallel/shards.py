@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:  # else late: it brings the whole compiler along
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,21 @@ class StoredTensor(ABC):
         """These rows of it in host memory, all unless told; memory that nobody else uses."""
 
 
+def is_part(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a tensor of which this rank holds a part; there is none before their module was loaded."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory; a plain tensor is its own part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def first_row(tensor: DTensor) -> int:
     """Where in the whole tensor this rank's part begins."""
+    from torch.distributed.tensor import Shard
+
     assert tuple(tensor.placements) == (Shard(0),), tensor.placements
     rows = tensor.shape[0]
     # As Tensor.chunk: the first ones get as much as any, the last one less, and some may get nothing.
@@ -49,6 +60,8 @@ def first_row(tensor: DTensor) -> int:
 
 def shard_of(value: torch.Tensor | StoredTensor, like: DTensor) -> DTensor:
     """This rank's shard of a whole value, cut and placed as `like` is; a copy, and nobody is asked."""
+    from torch.distributed.tensor import DTensor
+
     own = like.to_local()
     first, rows = first_row(like), own.shape[0]
     part = value.read(first, rows) if isinstance(value, StoredTensor) else value[first : first + rows].clone()
