@@ -53,7 +53,7 @@ STEPS, EVERY, KEEP = 14, 2, 2
 LIMIT_S = 60.0
 PLACE = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 WAYS = ("storage", "staging", "time")
-PRELOADED = ["torch", "frameworm.distributed", "frameworm.engine.run", "crash_campaign"]
+PRELOADED = ["torch", "torch._dynamo", "frameworm.distributed", "frameworm.engine.run", "crash_campaign"]
 
 
 @dataclass

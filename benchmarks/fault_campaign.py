@@ -176,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["frameworm.distributed", "frameworm.engine.trainer"])
+    context.set_forkserver_preload(["torch._dynamo", "frameworm.distributed", "frameworm.engine.trainer"])
     generator = random.Random(options.seed)
     counts: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []

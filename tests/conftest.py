@@ -100,8 +100,8 @@ def _rank_context() -> multiprocessing.context.BaseContext:
 
     context = multiprocessing.get_context("forkserver")
     preloaded = ["pytest", "torch", "frameworm.launch.process_group"]
-    if not torch.cuda.is_available():  # these bring the compiler along, which may ask for a GPU: not to be forked
-        preloaded += ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
+    if not torch.cuda.is_available():  # the compiler may ask for a GPU: not to be forked
+        preloaded += ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded", "torch._dynamo"]
     context.set_forkserver_preload(preloaded)
     return context
 

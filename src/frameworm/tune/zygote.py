@@ -14,7 +14,8 @@ from frameworm.launch.environment import added_to_environment
 
 BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of what the server has imported
 
-_IMPORTED = "frameworm.tune.batch_trial"
+# The compiler too: DDP, most optimizers and of course compiling load it, and so would one trial after the other.
+_IMPORTED = ("frameworm.tune.batch_trial", "torch._dynamo")
 # Some libraries ask for a GPU when they are imported. Asked of CUDA, no child could use it; asked of NVML, all can.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # A trial that had to be killed leaves semaphores behind; who cleans up after it need not say so on the terminal.
@@ -40,7 +41,7 @@ def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
     if not _forks:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_IMPORTED, *also])  # of a server that is there already nothing changes
+    context.set_forkserver_preload([*_IMPORTED, *also])  # of a server that is there already nothing changes
     with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY}):
         forkserver.ensure_running()
     return context
