@@ -110,7 +110,7 @@ class Challenge:
         try:
             outcome = self._prove_step(candidate, config)
         except BudgetSpentError:
-            attempt.reason += ", and the budget has no time left for its proof"
+            attempt.reason += ", and the budget has no room left for its proof"
             return False  # but others may be plain to see
         if outcome.failure is not None or outcome.proof is None:
             attempt.status = "failed"
