@@ -9,8 +9,8 @@
 
 `torch` is what the same work takes by torch's own operations, compiled where they are not one operation already. Times
 are CUDA events around `--repeats` launches; all shapes of a kernel take turns. So the shapes that ship can be checked,
-and found anew for another GPU: they are constants beside the kernels. Each shape is compiled once, about a second of the
-host (norm: three minutes); what is measured is written after every kernel.
+and found anew for another GPU: they are constants beside the kernels. Each shape is compiled once, about a second of
+the host (norm: three minutes); what is measured is written after every kernel.
 """
 
 from __future__ import annotations

@@ -145,9 +145,7 @@ class TrainingConfig(Section):
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="Grow lr with global_batch / base_batch, or its root."
     )
-    base_batch: Annotated[Count | None, OffNone] = Field(
-        default=None, description="Global batch for which lr was chosen."
-    )
+    base_batch: Annotated[Count | None, OffNone] = Field(default=None, description="Global batch lr was chosen for.")
     max_bad_steps: Annotated[Count | None, OffNone] = Field(
         default=10, description="Stop after so many steps in a row with a loss or gradients that are not finite."
     )
@@ -155,9 +153,7 @@ class TrainingConfig(Section):
         default="off",
         description="A loss that jumps up and stays: say so, or go back to the last checkpoint's model.",
     )
-    early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(
-        default=None, description="Stop when a metric stalls."
-    )
+    early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(default=None, description="Stop if a metric stalls.")
     cpu_threads: Count | Auto = Field(
         default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
     )
@@ -166,6 +162,9 @@ class TrainingConfig(Section):
     )
     cpu_onednn: bool | Literal["except_linear"] = Field(
         default=True, description="Let oneDNN compute on the host; except_linear: all but linear layers."
+    )
+    cpu_gelu: Literal["torch", "keep_slope"] = Field(
+        default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, at less cost."
     )
 
     @field_validator("lr_scaling", mode="before")

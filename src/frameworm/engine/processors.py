@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import TrainingConfig
+from frameworm.engine.host_gelu import gelu
 
 log = logging.getLogger("frameworm")
 
@@ -34,22 +35,25 @@ def apply_processors(training: TrainingConfig, local_rank: int, local_world_size
 
 
 @contextmanager
-def linear_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
-    """While it lasts, linear layers compute without oneDNN where `cpu_onednn` says so; all else keeps it."""
-    if training.cpu_onednn != "except_linear" or not _onednn_at_first():
-        yield
-        return
+def host_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
+    """While it lasts, layers compute on the host as the config says: products without oneDNN, GELU with its slope."""
     # Not by hooks: a module that has any is called in a way that takes longer than a small product.
-    found = [(module, vars(module).get("forward")) for module in model.modules() if isinstance(module, nn.Linear)]
-    for module, _ in found:
-        module.forward = functools.partial(_without_onednn, module.forward)  # type: ignore[method-assign]
+    found: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if training.cpu_onednn == "except_linear" and _onednn_at_first() and isinstance(module, nn.Linear):
+            found.append((module, own))
+            module.forward = functools.partial(_without_onednn, module.forward)  # type: ignore[method-assign]
+        elif training.cpu_gelu == "keep_slope" and type(module) is nn.GELU and own is None:
+            found.append((module, own))
+            module.forward = functools.partial(gelu, module)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for module, own in found:
             del module.forward
             if own is not None:
-                module.forward = own  # type: ignore[method-assign]
+                module.forward = own
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from frameworm.engine.gate import Gate
 from frameworm.engine.job import Job
 from frameworm.engine.out_of_memory import Advise
 from frameworm.engine.precision import Precision, apply_backend_flags
-from frameworm.engine.processors import apply_processors, linear_layers, quick_turns
+from frameworm.engine.processors import apply_processors, host_layers, quick_turns
 from frameworm.engine.randomness import seed_everything
 from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import TrainingSession
@@ -151,7 +151,7 @@ class Trainer:
         self._began = True
         process = self._join()
         job = self._job(process, train_loader, val_loader, resume)
-        with linear_layers(self.model, self._config.training), quick_turns():
+        with host_layers(self.model, self._config.training), quick_turns():
             return TrainingSession(job).run()
 
     def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:

@@ -19,7 +19,13 @@ from frameworm.models.stream import autocast_dtype
 
 
 def feed_forward(
-    inputs: Tensor, expand: nn.Linear, contract: nn.Linear, onto: Tensor | None = None, *, bias_gradient: bool = True
+    inputs: Tensor,
+    expand: nn.Linear,
+    contract: nn.Linear,
+    onto: Tensor | None = None,
+    *,
+    activation: nn.GELU | None = None,
+    bias_gradient: bool = True,
 ) -> Tensor:
     """GELU in its tanh form between two linear layers; fused where that runs: half precision on a GPU.
 
@@ -28,12 +34,14 @@ def feed_forward(
         expand: The first layer.
         contract: The second.
         onto: The stream that the result is added to; None: there is none.
+        activation: The layer that computes GELU in its tanh form where nothing is fused; None: torch's function.
         bias_gradient: False where the gradient of the second layer's bias comes from somewhere else.
     """
     last_bias = contract.bias if bias_gradient or contract.bias is None else contract.bias.detach()
     widths = (expand.in_features, expand.out_features, contract.out_features)
     if expand.bias is None or not runs_here(inputs, *widths):
-        activated = F.gelu(expand(inputs), approximate="tanh")
+        inner = expand(inputs)
+        activated = F.gelu(inner, approximate="tanh") if activation is None else activation(inner)
         result: Tensor = contract(activated) if bias_gradient else F.linear(activated, contract.weight, last_bias)
         return result if onto is None else onto + result
     dtype = autocast_dtype(inputs)

@@ -120,6 +120,7 @@ class DecoderLayer(nn.Module):
         self.attention_output = nn.Linear(d_model, d_model)
         self.norm_feedforward = nn.LayerNorm(d_model)
         self.expand = nn.Linear(d_model, 4 * d_model)
+        self.activation = nn.GELU(approximate="tanh")
         self.contract = nn.Linear(4 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
@@ -143,8 +144,9 @@ class DecoderLayer(nn.Module):
 
     def _feed_forward(self, hidden: Tensor, onto: Tensor | None, bias_gradient: bool) -> Tensor:
         if self.own_kernels:
-            return feed_forward(hidden, self.expand, self.contract, onto, bias_gradient=bias_gradient)
-        result: Tensor = self.contract(F.gelu(self.expand(hidden), approximate="tanh"))
+            layers = (self.expand, self.contract)
+            return feed_forward(hidden, *layers, onto, activation=self.activation, bias_gradient=bias_gradient)
+        result: Tensor = self.contract(self.activation(self.expand(hidden)))
         return result
 
     def _attention(self, hidden: Tensor, onto: Tensor | None, bias_gradient: bool) -> Tensor:

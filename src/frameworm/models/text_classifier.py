@@ -139,6 +139,7 @@ class EncoderLayer(nn.Module):
         self.attention_output = nn.Linear(d_model, d_model)
         self.norm_feedforward = nn.LayerNorm(d_model)
         self.expand = nn.Linear(d_model, dim_feedforward)
+        self.activation = nn.GELU(approximate="tanh")
         self.contract = nn.Linear(dim_feedforward, d_model)
         self.dropout = nn.Dropout(dropout)
 
@@ -160,7 +161,7 @@ class EncoderLayer(nn.Module):
         else:
             mixed = self._packed_attention(normalised, offsets, max_length)
         hidden = hidden + _dropped(mixed, self.dropout)
-        expanded = F.gelu(self.expand(self.norm_feedforward(hidden)), approximate="tanh")
+        expanded = self.activation(self.expand(self.norm_feedforward(hidden)))
         result: Tensor = hidden + _dropped(self.contract(expanded), self.dropout)
         return result
 

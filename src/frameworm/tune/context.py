@@ -39,6 +39,7 @@ class WorkloadFacts:
     resident_bytes: int | None = None
     samples_per_epoch: int | None = None
     has_convolutions: bool = False
+    has_gelu: bool = False  # as layers, not as calls of the function
     can_checkpoint: bool = True
     parameter_bytes: int | None = None
     has_validation: bool = False

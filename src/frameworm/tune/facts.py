@@ -79,6 +79,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         resident_bytes=resident_bytes(packing_of(data)) if packs else None,
         samples_per_epoch=_samples_per_epoch(config, data),
         has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+        has_gelu=any(type(module) is nn.GELU for module in model.modules()),
         can_checkpoint=_can_checkpoint(config, model),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,

@@ -105,6 +105,16 @@ def _onednn_applies(context: Context) -> bool | str:
     return context.resolved.gpu.mixed_precision == "off" or "half precision is faster with it"
 
 
+def _gelu_applies(context: Context) -> bool | str:
+    if context.on_gpu:
+        return "the model computes on the GPU"
+    if not context.workload.has_gelu:
+        return "the model has no GELU layers"
+    if context.resolved.gpu.compile_model:
+        return "the compiler does that itself"
+    return context.resolved.gpu.mixed_precision == "off" or "only in full precision"
+
+
 DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "batching",
@@ -178,6 +188,16 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "Matrix products by torch's own library instead of oneDNN: small ones then use all threads.",
         lambda context: ["except_linear", False],
         _onednn_applies,
+        "rounding",
+        ("compute_bound",),
+        expected_gain=0.04,
+    ),
+    Knob(
+        "gelu",
+        ("training.cpu_gelu",),
+        "Keep GELU's slope from forward for backward: one sigmoid in place of two tangents.",
+        lambda context: ["keep_slope"],
+        _gelu_applies,
         "rounding",
         ("compute_bound",),
         expected_gain=0.04,

@@ -1,0 +1,76 @@
+"""GELU on a CPU that keeps its slope from forward for backward.
+
+torch's own computes the same hyperbolic tangent or error function in both directions, one element at a time through
+long series. Here the slope comes along with the value, from operations that cost little: one sigmoid in place of two
+tangents, or one error function and one exponential. Whether that is faster depends on the processor, and the numbers
+differ in their last digits: so it is a setting (`training.cpu_gelu`), and one that a search tries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frameworm.errors import ModelError
+
+# tanh(a (x + b x^3)) = 2 sigmoid(x (_LINEAR + _CUBIC x^2)) - 1
+_LINEAR = 2 * math.sqrt(2 / math.pi)
+_CUBIC = _LINEAR * 0.044715
+_DENSITY = 1 / math.sqrt(2 * math.pi)
+
+
+def gelu(layer: nn.GELU, inputs: Tensor) -> Tensor:
+    """What the layer computes."""
+    if not _suits(inputs):
+        return nn.GELU.forward(layer, inputs)
+    kind = _ByTangent if layer.approximate == "tanh" else _ByErrorFunction
+    result: Tensor = kind.apply(inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _suits(inputs: Tensor) -> bool:
+    """Whether there will be a backward, on a CPU and in full precision; the compiler does such things itself."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(inputs) is Tensor
+        and inputs.is_cpu
+        and inputs.dtype is torch.float32
+        and inputs.requires_grad
+        and torch.is_grad_enabled()
+    )
+
+
+class _KeptSlope(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The slope was computed in forward; how it changes itself was not."""
+        if torch.is_grad_enabled():
+            raise ModelError("gradients of gradients are asked for: leave training.cpu_gelu at torch")
+        slope: Tensor = ctx.saved_tensors[0]
+        return gradients[0] * slope
+
+
+class _ByTangent(_KeptSlope):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        """x s(z) with z = x (l + c x^2); its slope is s + x s (1 - s) (l + 3 c x^2)."""
+        linear = torch.tensor(_LINEAR)
+        share = torch.addcmul(linear, inputs, inputs, value=_CUBIC).mul_(inputs).sigmoid_()
+        result = inputs * share
+        rise = torch.addcmul(linear, inputs, inputs, value=3 * _CUBIC)
+        ctx.save_for_backward(share.addcmul_(rise, torch.addcmul(result, result, share, value=-1)))
+        return result
+
+
+class _ByErrorFunction(_KeptSlope):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        """x times the normal distribution up to x; its slope is that share and x times the density."""
+        share = inputs.mul(math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5)
+        result = inputs * share
+        density = torch.mul(inputs, inputs).mul_(-0.5).exp_()
+        ctx.save_for_backward(share.addcmul_(inputs, density, value=_DENSITY))
+        return result
