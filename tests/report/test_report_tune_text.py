@@ -88,6 +88,18 @@ def test_every_attempt_is_listed_with_its_reason() -> None:
     assert "skipped needs a GPU" in text
 
 
+def test_what_was_accepted_when_tried_again_does_not_look_like_a_contradiction() -> None:
+    doubted = {"label": "a=1", "status": "inconclusive", "reason": "may be noise"}
+    others = [{"label": "b=1", "status": "rejected", "reason": "no gain"}, {"label": "c=1", "status": "skipped"}]
+    accepted = {"label": "a=1", "status": "accepted", "reason": "1.05 x"}
+    once = {"attempts": [accepted, *others]}
+    text = attempts_table({"attempts": [doubted, *others, accepted]}, width=200, without=("accepted", "skipped"))
+    rows = [" ".join(line.split()) for line in text.splitlines()[1:]]
+    assert rows == ["a=1 inconclusive accepted when tried again; at first may be noise", "b=1 rejected no gain"]
+    assert "tried again" not in attempts_table(once)
+    assert "tried again" not in attempts_table({"attempts": [accepted, *others, doubted]})
+
+
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_lines_fit(width: int) -> None:
     result = stored()

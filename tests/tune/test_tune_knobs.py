@@ -145,6 +145,21 @@ def test_a_text_cut_into_blocks_is_compiled_and_captured_and_not_bucketed(tmp_pa
     assert not [label for label in labels if label.startswith("data.batching")]
 
 
+def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:
+    quickstart = config_named("quickstart")
+    with_gelu = workload_facts(quickstart, build_workload(quickstart))
+    without = workload_facts(quickstart, Workload(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 2]))
+    compiled = config_named("quickstart", "gpu.compile_model=true")
+    for config, facts, machine, tried in (
+        (quickstart, with_gelu, LAPTOP, True),
+        (quickstart, without, LAPTOP, False),
+        (compiled, with_gelu, LAPTOP, False),
+        (config_named("ag_news_single_gpu"), with_gelu, H200, False),
+    ):
+        labels = [candidate.label for candidate in possible(Context(config, machine, facts))]
+        assert ("training.cpu_gelu=keep_slope" in labels) is tried
+
+
 def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:
     knob = knob_named("flash_attention")
     for width, wanted in ((768, []), (576, ["cudnn"])):

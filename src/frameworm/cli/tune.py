@@ -191,7 +191,7 @@ def _processes_here(config: Config, distributed: bool, nproc_per_node: str | Non
 def _show_tuned(result: dict[str, Any], best: str) -> None:
     from frameworm.report.tune_text import attempts_table, waterfall
 
-    tried = [item for item in result["attempts"] if item["status"] not in ("accepted", "skipped")]
+    tried = attempts_table(result, without=("accepted", "skipped"))
     if tried:
-        print(attempts_table({**result, "attempts": tried}))
+        print(tried)
     print(waterfall(result, best), end="")

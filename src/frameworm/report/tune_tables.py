@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -226,8 +226,13 @@ def whole_run(result: Mapping[str, Any]) -> str | None:
 
 
 def attempt_rows(result: Mapping[str, Any]) -> list[AttemptRow]:
-    """Every attempt, in the order in which they were made."""
-    return [_attempt_row(item) for item in sequence(result.get("attempts")) if isinstance(item, Mapping)]
+    """Every attempt, in the order in which they were made; one that was made again with success says so."""
+    rows = [_attempt_row(item) for item in sequence(result.get("attempts")) if isinstance(item, Mapping)]
+    last = {row.label: number for number, row in enumerate(rows) if row.status == "accepted"}
+    return [
+        replace(row, told=f"accepted when tried again; at first {row.told}") if number < last.get(row.label, 0) else row
+        for number, row in enumerate(rows)
+    ]
 
 
 def _attempt_row(item: Mapping[str, Any]) -> AttemptRow:

@@ -48,10 +48,16 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     return "\n".join(lines) + "\n"
 
 
-def attempts_table(result: Mapping[str, Any], width: int = WIDTH) -> str:
-    """Every attempt: the change, what came of it, the gain or the reason, cut short; empty without attempts."""
+def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Sequence[str] = ()) -> str:
+    """Every attempt: the change, what came of it, the gain or the reason, cut short; empty without attempts.
+
+    Args:
+        result: What `tune.json` holds.
+        width: Columns; never under 50.
+        without: Outcomes that are left out.
+    """
     width = max(width, _NARROWEST)
-    attempts = tune_tables.attempt_rows(result)
+    attempts = [item for item in tune_tables.attempt_rows(result) if item.status not in without]
     if not attempts:
         return ""
     rows = [("change", "status", "gain or reason")]
