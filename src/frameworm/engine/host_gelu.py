@@ -1,9 +1,9 @@
 """GELU on a CPU that keeps its slope from forward for backward.
 
-torch's own computes the same hyperbolic tangent or error function in both directions, one element at a time through
-long series. Here the slope comes along with the value, from operations that cost little: one sigmoid in place of two
-tangents, or one error function and one exponential. Whether that is faster depends on the processor, and the numbers
-differ in their last digits: so it is a setting (`training.cpu_gelu`), and one that a search tries.
+torch's own computes the same hyperbolic tangent or error function in both directions. Here the slope comes along with
+the value: one sigmoid in place of two tangents, or one error function and one exponential, and else additions and
+products. Whether that is faster depends on the processor, and the numbers differ in their last digits: so it is a
+setting (`training.cpu_gelu`), and one that a search tries.
 """
 
 from __future__ import annotations
