@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from frameworm.config.schema import TrainingConfig
 from frameworm.engine.host_gelu import gelu
 from frameworm.engine.processors import host_layers
 from frameworm.engine.trainer import Trainer
@@ -65,13 +66,10 @@ class Sees(nn.GELU):
 
 
 def test_only_layers_of_torchs_own_kind_and_only_for_so_long() -> None:
-    class Settings:
-        cpu_onednn, cpu_gelu = True, "keep_slope"
-
     replaced = nn.GELU()
     replaced.forward = lambda inputs: inputs  # type: ignore[method-assign]
     model = nn.Sequential(nn.GELU(), Sees(), replaced)
-    with host_layers(model, Settings()):  # type: ignore[arg-type]
+    with host_layers(model, TrainingConfig(cpu_gelu="keep_slope")):
         assert ["forward" in vars(layer) for layer in model] == [True, False, True]
         assert model[2](torch.ones(1)) == 1
     assert ["forward" in vars(layer) for layer in model] == [False, False, True]

@@ -164,7 +164,7 @@ class TrainingConfig(Section):
         default=True, description="Let oneDNN compute on the host; except_linear: all but linear layers."
     )
     cpu_gelu: Literal["torch", "keep_slope"] = Field(
-        default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, at less cost."
+        default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, not in backward."
     )
 
     @field_validator("lr_scaling", mode="before")

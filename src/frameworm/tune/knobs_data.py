@@ -195,7 +195,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "gelu",
         ("training.cpu_gelu",),
-        "Keep GELU's slope from forward for backward: one sigmoid in place of two tangents.",
+        "Keep GELU's slope from forward for backward, instead of computing its tangent or error function anew.",
         lambda context: ["keep_slope"],
         _gelu_applies,
         "rounding",
