@@ -8,9 +8,8 @@ from typing import NamedTuple
 from frameworm.config.describe import nearest, show, suggest
 from frameworm.config.keys import KeyPath
 from frameworm.config.model_sections import MODEL_SECTIONS
-from frameworm.config.parallel_section import ParallelConfig
 from frameworm.config.problems import Problem, make_error
-from frameworm.config.schema import Config
+from frameworm.config.schema import Config, ParallelConfig
 
 
 class NotYet(NamedTuple):

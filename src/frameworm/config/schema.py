@@ -19,10 +19,124 @@ from frameworm.config.model_sections import (
     TextClassifierModelConfig,
     model_section_of,
 )
-from frameworm.config.observe_section import CheckpointConfig, ObserveConfig
-from frameworm.config.parallel_section import ParallelConfig
 from frameworm.config.problems import Origins, combination_error
 from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section, Share
+
+
+class CheckpointConfig(Section):
+    """When the state of a run is saved."""
+
+    every_steps: Annotated[int | None, OffNone] = Field(
+        default=500, ge=1, description="Steps between checkpoints; off saves at the end and on interruption only."
+    )
+    every_minutes: Annotated[float | None, OffNone] = Field(
+        default=None, gt=0, description="Minutes between checkpoints, beside those of every_steps."
+    )
+    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay on disk.")
+    keep_best: int = Field(
+        default=0, ge=0, description="How many of the best stay beside them; each epoch that is one of them is saved."
+    )
+    metric: Literal["val_loss", "val_accuracy", "train_loss"] = Field(
+        default="val_loss", description="What makes a checkpoint the best: the figure of its epoch."
+    )
+    mode: Literal["async", "sync"] = Field(
+        default="async", description="Write in a process beside training, or pause for it."
+    )
+    dir: Annotated[str | None, OffNone] = Field(
+        default=None,
+        description="A folder on faster storage (may be in memory) that files are written to before they are moved to "
+        "the run folder; not set writes to the run folder at once.",
+    )
+    compression: Annotated[Literal["off", "zstd", "auto"], OffWord] = Field(
+        default="off",
+        description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
+    )
+
+
+class ObserveConfig(Section):
+    """What is written down about a run."""
+
+    sinks: list[Literal["jsonl", "tensorboard"]] = Field(default=["jsonl"], description="Where step records go.")
+    trace: Annotated[Literal["off", "window"], OffWord] = Field(
+        default="off",
+        description="window: torch.profiler over five steps after the first twelve, as trace-rank{r}.json.gz.",
+    )
+    nvtx: bool = Field(default=False, description="NVTX ranges around the phases of each step, for Nsight Systems.")
+    system_interval_s: Annotated[float | None, OffNone] = Field(
+        default=1.0,
+        gt=0,
+        description="Seconds between two looks at GPU, cores, memory and network, shorter in the first seconds; off "
+        "takes none.",
+    )
+    progress: bool | Auto = Field(default="auto", description="Progress line; auto draws it on terminals only.")
+
+
+class ParallelConfig(Section):
+    """How one model runs on many devices."""
+
+    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3"] = Field(
+        default="auto",
+        description="auto: single with one process, ddp with several. zero1 divides the optimizer's state among the "
+        "ranks, zero2 and zero3 gradients and parameters too; zero3 gathers one layer at a time.",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="With zero2 or zero3: keep each rank's part of parameters, gradients and optimizer state in host "
+        "memory and update there; slower, and the GPU has room for activations only.",
+    )
+    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPU.")
+    compression: Annotated[Literal["off", "auto", "fp16", "bf16", "int8", "int4", "topk", "powersgd"], OffWord] = Field(
+        default="off",
+        description="Compress gradients on the wire; auto measures the network and takes what is fastest, or nothing.",
+    )
+    allow_approximate: bool = Field(
+        default=False,
+        description="Let auto also take topk and powersgd, which send far less but need more steps to learn the same; "
+        "without it auto takes what only rounds (bf16, int8, int4).",
+    )
+    compression_ratio: float = Field(
+        default=0.01, gt=0, le=0.5, description="Share of the values that topk sends in each step."
+    )
+    powersgd_rank: int = Field(default=1, ge=1, le=64, description="Rank of powersgd's matrices.")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="How int8 and int4 round; stochastic is right on average in every step."
+    )
+    error_feedback: bool = Field(
+        default=True, description="Send in the next step what compression lost in this one; off only to see the damage."
+    )
+    sync_every: int = Field(
+        default=1,
+        ge=1,
+        description="Average the models after so many steps instead of the gradients in each (local SGD); above 1 the "
+        "mathematics are others, not only the speed.",
+    )
+    check_replicas: Annotated[int | None, OffNone] = Field(
+        default=None, ge=1, description="Compare the parameters of all ranks bit by bit after so many steps; to debug."
+    )
+    bucket_cap_mb: float = Field(default=25.0, gt=0, description="Size of DDP's gradient buckets.")
+    first_bucket_mb: float = Field(
+        default=1.0,
+        gt=0,
+        description="Size of DDP's first bucket; a small one is on its way early. Before torch 2.13 it counts only "
+        "with the default bucket_cap_mb.",
+    )
+    gradient_as_bucket_view: bool = Field(
+        default=True, description="Let gradients live in DDP's buckets, which saves a copy of them."
+    )
+    static_graph: bool | Auto = Field(
+        default="auto", description="Promise DDP that every step uses the same parameters."
+    )
+    find_unused_parameters: bool = Field(default=False, description="Let DDP look for parameters a step did not use.")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest a collective may take; NCCL_TIMEOUT overrides it."
+    )
+    watchdog_s: Annotated[float | None, OffNone] = Field(
+        default=300.0,
+        gt=0,
+        description="End all ranks, naming those that did not arrive, when no rank has come to another step or "
+        "collective for so many seconds (twice that in the first step); off waits for timeout_s.",
+    )
+
 
 __all__ = [
     "MODEL_SECTIONS",

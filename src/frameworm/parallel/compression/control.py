@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frameworm.config.parallel_section import ParallelConfig
+from frameworm.config.schema import ParallelConfig
 from frameworm.parallel.compression.auto import MethodChoice
 from frameworm.parallel.compression.hook import CompressionHook
 from frameworm.parallel.compression.outlook import look_around

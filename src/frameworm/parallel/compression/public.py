@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from frameworm.config.parallel_section import ParallelConfig
+from frameworm.config.schema import ParallelConfig
 from frameworm.errors import ConfigError, EnvironmentSetupError, ModelError
 from frameworm.parallel.compression import hook
 from frameworm.parallel.compression.control import CompressionControl
