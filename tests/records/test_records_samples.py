@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from frameworm.errors import RunFolderError
-from frameworm.records.growth import robust_slope
 from frameworm.records.observations import SystemSample
 from frameworm.records.outliers import SlowSteps
 from frameworm.records.samples import SampleSeries, read_samples, sample_line
 from frameworm.records.schema import Batch, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
-from frameworm.records.system_figures import SystemFigures
+from frameworm.records.system_figures import SystemFigures, robust_slope
 from frameworm.records.writer import JsonLinesWriter
 
 

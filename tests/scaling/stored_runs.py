@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from frameworm.records.figures import Statistics
+from frameworm.records.observations import Statistics
 from frameworm.records.schema import Batch, Communication, EpochRecord, Phase, Quality, RunRecord, Throughput
 from frameworm.records.store import RunFolder
 

@@ -1,0 +1,6 @@
+"""What happened: the data that all floors exchange, and the files of a run folder.
+
+In: what a training measures (`schema.StepRecord`, `EpochRecord`, `RunRecord`). Out: the same as files (`writer`,
+`store`) and, read back, as statistics (`statistics`, `account`). `events` delivers records to listeners, `atomic`
+writes files that are either whole or absent. Nothing here imports torch.
+"""

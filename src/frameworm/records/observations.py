@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from frameworm.records.figures import Statistics
+
+@dataclass(slots=True)
+class Statistics:
+    """Spread of one quantity over the steps of a run."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    p50: float
+    p95: float
+    p99: float
 
 
 @dataclass(slots=True)

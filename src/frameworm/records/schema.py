@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.records.figures import Statistics as Statistics
 from frameworm.records.observations import (
     Bucket,
     Compression,
@@ -24,6 +23,7 @@ from frameworm.records.observations import (
     RankSummary,
     SystemSummary,
 )
+from frameworm.records.observations import Statistics as Statistics
 
 SCHEMA_VERSION = 1
 
