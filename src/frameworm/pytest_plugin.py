@@ -64,7 +64,7 @@ class PerformanceGuard:
         from frameworm.guard.figures import read_runs
         from frameworm.guard.limits import Limits, parse_limit
         from frameworm.guard.regression import check_fit, judge
-        from frameworm.report.guard_text import judgement_sentences, render_judgement
+        from frameworm.report.checks.guard import judgement_sentences, render_judgement
 
         __tracebackhide__ = True
         limits = Limits(

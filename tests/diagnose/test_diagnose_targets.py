@@ -7,7 +7,7 @@ from planted_facts import GIB, around, gpu_system, make_record, make_steps
 
 from frameworm.diagnose.targets import grade_targets
 from frameworm.records.schema import Batch, CheckpointStatistics, Memory, RunRecord
-from frameworm.report.tables import target_rows
+from frameworm.report.kit.tables import target_rows
 
 
 def test_an_empty_record_is_unknown_throughout() -> None:

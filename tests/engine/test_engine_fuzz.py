@@ -25,7 +25,7 @@ from frameworm.guard.parting import first_parting
 from frameworm.parallel.shards import loaded
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import read_steps
-from frameworm.report.page import page_of
+from frameworm.report.run.page import page_of
 from frameworm.scaling.network import NetworkModel
 
 TIMES = 40 if os.environ.get("CAMPAIGN") else 1

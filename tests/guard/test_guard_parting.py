@@ -16,7 +16,7 @@ from frameworm.guard.parting import Parting, first_parting
 from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import step_line
-from frameworm.report.guard_text import parting_sentence
+from frameworm.report.checks.guard import parting_sentence
 
 
 def run_of(path: Path, *ranks: list[tuple[int, float | None, float | None]]) -> RunFolder:

@@ -411,7 +411,7 @@ class Terminal(StringIO):
 @pytest.mark.parametrize("reason", ["[/red] slower", "[red]slower"], ids=["closing", "opening"])
 @known_defect("labels and reasons of a stored search are read as markup by the live table")
 def test_markup_in_the_reasons_of_a_search_is_shown_as_it_stands(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    from frameworm.report.tune_progress import TuneProgress
+    from frameworm.report.tune.progress import TuneProgress
 
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
@@ -437,7 +437,7 @@ class _Tags(HTMLParser):
 @known_defect("the number of a rank is put into the drawing of the ranks unescaped")
 def test_no_rank_of_a_summary_becomes_markup_in_the_page() -> None:
     from frameworm import RunRecord
-    from frameworm.report.html import render_html
+    from frameworm.report.run.html import render_html
 
     phases = {"forward": 0.1, "backward": 0.2}
     ranks = [{"rank": f"{number}</text><script>alert(1)</script>", "phases": phases} for number in range(2)]

@@ -23,7 +23,7 @@ from frameworm.observe.intervals import Intervals
 from frameworm.observe.trace import read_trace
 from frameworm.observe.trace_device import matmul_kind
 from frameworm.records.trace import WAIT_CAUSES, TraceSummary
-from frameworm.report.trace_text import render_trace
+from frameworm.report.run.trace_text import render_trace
 
 NANOSECOND = 1e-9
 
@@ -498,7 +498,7 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = busy_trace().write(tmp_path / "trace.json")
     code = (
         "import sys\nfrom frameworm.observe.trace import read_trace\n"
-        f"from frameworm.report.trace_text import render_trace\nprint(render_trace(read_trace({str(path)!r})))\n"
+        f"from frameworm.report.run.trace_text import render_trace\nprint(render_trace(read_trace({str(path)!r})))\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

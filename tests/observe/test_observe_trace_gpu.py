@@ -15,7 +15,7 @@ from frameworm import Trainer
 from frameworm.observe.nvtx import PhaseRanges, nvtx_functions
 from frameworm.observe.trace import read_trace
 from frameworm.records.trace import DeviceTime, TraceSummary
-from frameworm.report.trace_text import render_trace
+from frameworm.report.run.trace_text import render_trace
 
 pytestmark = [
     pytest.mark.gpu,

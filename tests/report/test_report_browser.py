@@ -35,7 +35,7 @@ from frameworm.records.schema import (
     Throughput,
 )
 from frameworm.records.series import SeriesPoint
-from frameworm.report.html import render_html
+from frameworm.report.run.html import render_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DEADLINE_S = 60

@@ -11,10 +11,10 @@ from test_report_html import Page, make_record, make_series
 from tune_samples import stored
 
 import frameworm.report
-from frameworm.report.html import render_html
-from frameworm.report.tune_page import render_tune
+from frameworm.report.run.html import render_html
+from frameworm.report.tune.page import render_tune
 
-TEMPLATES = sorted((Path(frameworm.report.__file__).parent / "templates").iterdir())
+TEMPLATES = sorted((Path(frameworm.report.__file__).parent / "kit" / "templates").iterdir())
 HOSTILE = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -69,6 +69,6 @@ def test_templates_load_nothing_and_switch_escaping_off_for_our_own_drawings_onl
 
 
 def test_pages_are_made_with_escaping() -> None:
-    for path in Path(frameworm.report.__file__).parent.glob("*.py"):
+    for path in Path(frameworm.report.__file__).parent.rglob("*.py"):
         for made in re.findall(r"Environment\((?:[^()]|\([^()]*\))*\)", path.read_text(encoding="utf-8")):
             assert "autoescape=True" in made or "select_autoescape" in made, f"{path.name}: {made}"

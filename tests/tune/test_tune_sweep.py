@@ -20,7 +20,7 @@ from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, RunFolderError, TrainingInterruptedError
 from frameworm.records.schema import Batch, EpochRecord, RunRecord, Throughput
 from frameworm.records.store import RunFolder
-from frameworm.report.scaling_report import WrittenReport
+from frameworm.report.scaling.report import WrittenReport
 from frameworm.tune import sweep
 from frameworm.tune.sweep import run_sweep
 from frameworm.tune.sweep_plan import SweepPlan, parse_world_sizes

@@ -113,7 +113,7 @@ def _show(
         }
         print(json.dumps(data))
         return
-    from frameworm.report.doctor_text import render_doctor
+    from frameworm.report.checks.doctor import render_doctor
 
     ranks = "1 process" if intent.world_size == 1 else f"{intent.world_size} processes"
     device = "" if fitness is None else f" · {fitness.resolved.gpu.device}"

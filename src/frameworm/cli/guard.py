@@ -35,7 +35,7 @@ def compare(
     from frameworm.guard.figures import read_runs
     from frameworm.guard.parting import first_parting
     from frameworm.records.store import RunFolder
-    from frameworm.report.guard_text import comparison_sentences, render_comparison
+    from frameworm.report.checks.guard import comparison_sentences, render_comparison
 
     comparison = compare_runs(*read_runs([str(before), str(after)]))
     comparison.parting = first_parting(RunFolder(before), RunFolder(after))
@@ -98,7 +98,7 @@ def _judge(
 ) -> int:
     from frameworm.guard.baseline import with_runs, write_baseline
     from frameworm.guard.regression import judge
-    from frameworm.report.guard_text import judgement_sentences, render_judgement
+    from frameworm.report.checks.guard import judgement_sentences, render_judgement
 
     judgement = judge(stored.runs, judged, limits, allow_different_hardware=allow_different_hardware)
     if update_baseline:

@@ -101,7 +101,7 @@ def _finish(attachment: Attachment, as_json: bool) -> None:
 
 
 def _show(record: RunRecord, as_json: bool) -> None:
-    from frameworm.report.text import render_text
+    from frameworm.report.run.text import render_text
 
     sys.stdout.flush()
     text = render_text(record)
@@ -166,7 +166,7 @@ def diagnose(
         kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes")
         print(json.dumps({name: data[name] for name in kept}))
     else:
-        from frameworm.report.text import render_text
+        from frameworm.report.run.text import render_text
 
         text = render_text(record)
         print(text, end="")
@@ -208,7 +208,7 @@ def _judge(record: RunRecord, folder: RunFolder) -> None:
 
 def _diagnose_trace(path: Path, as_json: bool) -> None:
     from frameworm.observe.trace import read_trace
-    from frameworm.report.trace_text import render_trace
+    from frameworm.report.run.trace_text import render_trace
 
     summary = read_trace(path)
     print(json.dumps(summary.to_dict()) if as_json else render_trace(summary).rstrip("\n"))

@@ -69,13 +69,13 @@ def predict(
 
         between = NodesNetwork(LinkNetwork(find_fabric(inside)), between, gpus_per_node)
     setting = _setting(run, source, strategy, compression, settings, measure_codecs)
-    from frameworm.report.prediction_text import render_prediction
+    from frameworm.report.scaling.prediction_text import render_prediction
     from frameworm.scaling.predict import Predictor
 
     prediction = Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(sizes)
     text = render_prediction(prediction)
     if out is not None:
-        from frameworm.report.prediction_chart import render_prediction_svg
+        from frameworm.report.scaling.prediction_chart import render_prediction_svg
 
         try:
             out.mkdir(parents=True, exist_ok=True)

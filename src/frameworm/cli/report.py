@@ -13,7 +13,7 @@ import typer
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from frameworm.report.scaling_report import WrittenReport
+    from frameworm.report.scaling.report import WrittenReport
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def report(
 
     Example: frameworm report --root experiments --out plots --warmup 1 --datasets IMDB AGNews
     """
-    from frameworm.report.scaling_report import write_report
+    from frameworm.report.scaling.report import write_report
 
     names = _names(datasets, context.args)
     written = write_report(root, out, warmup, names)
@@ -56,7 +56,7 @@ def _names(datasets: list[str] | None, more: Sequence[str]) -> list[str] | None:
 
 
 def _text(written: WrittenReport, out: Path) -> str:
-    from frameworm.report.scaling_text import render_scaling
+    from frameworm.report.scaling.text import render_scaling
 
     listed = " ".join(path.name for path in written.files)
     return f"{render_scaling(written.report)}\nwritten to {out}: {listed}\n"

@@ -134,7 +134,7 @@ def _progress(leads: bool) -> Iterator[Callable[[float], None] | None]:
 
 
 def _show(model: NetworkModel, out: Path, as_json: bool) -> None:
-    from frameworm.report.network_table import render_network
+    from frameworm.report.checks.network import render_network
 
     print(json.dumps(model.to_dict()) if as_json else f"{render_network(model)}written to {out}", flush=True)
 
@@ -200,7 +200,7 @@ def parse_size(text: str) -> int:
 
 
 def _show_savings(params: str, gpus: int, memory_bytes: int | None, as_json: bool) -> None:
-    from frameworm.report.memory_table import gigabytes, render_savings
+    from frameworm.report.checks.memory import gigabytes, render_savings
     from frameworm.scaling.memory import calculate_zero_savings
 
     try:
@@ -225,7 +225,7 @@ def _show_savings(params: str, gpus: int, memory_bytes: int | None, as_json: boo
 
 
 def _show_report(report: MemoryReport, as_json: bool) -> None:
-    from frameworm.report.memory_table import render_memory
+    from frameworm.report.checks.memory import render_memory
 
     print(json.dumps(report.to_dict()) if as_json else render_memory(report), end="\n" if as_json else "")
 

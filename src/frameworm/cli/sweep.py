@@ -89,7 +89,7 @@ def _telling() -> Iterator[Callable[[str], None]]:
 
 
 def _show(result: SweepResult, as_json: bool) -> None:
-    from frameworm.report.sweep_text import render_analysis
+    from frameworm.report.scaling.sweep import render_analysis
     from frameworm.tune.sweep import RESULT_NAME
 
     if as_json:

@@ -176,7 +176,7 @@ def _resume_command(arguments: list[str], folder: str) -> str:
 
 def _show(record: object, as_json: bool) -> None:
     from frameworm.records.schema import RunRecord
-    from frameworm.report.text import render_text
+    from frameworm.report.run.text import render_text
 
     assert isinstance(record, RunRecord)
     print(json.dumps(record.to_dict()) if as_json else render_text(record), flush=True)

@@ -66,7 +66,7 @@ def batch_size(
     warm_up(["frameworm.cli.main"])  # imports torch while this process does
     loaded = load_config(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
-    from frameworm.report.batch_size_table import render_batch_size
+    from frameworm.report.tune.batch_size import render_batch_size
     from frameworm.tune.batch_size import BatchSizeFinder
 
     with _telling() as tell:
@@ -132,7 +132,7 @@ def tune(
     warm_up(["frameworm.tune.live_rank", "frameworm.cli.main"])  # imports torch while this process does
     loaded = load_config(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
-    from frameworm.report.tune_progress import TuneProgress
+    from frameworm.report.tune.progress import TuneProgress
     from frameworm.tune.outcomes import Budget
     from frameworm.tune.result import Progress
     from frameworm.tune.tuner import BEST_NAME
@@ -189,7 +189,7 @@ def _processes_here(config: Config, distributed: bool, nproc_per_node: str | Non
 
 
 def _show_tuned(result: dict[str, Any], best: str) -> None:
-    from frameworm.report.tune_text import attempts_table, waterfall
+    from frameworm.report.tune.text import attempts_table, waterfall
 
     tried = attempts_table(result, without=("accepted", "skipped"))
     if tried:

@@ -19,10 +19,10 @@ from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, newest_unfinished
 from frameworm.records.writer import JsonLinesWriter, StepReader
-from frameworm.report.html import render_html
-from frameworm.report.page import samples_of
-from frameworm.report.progress import ProgressLine
-from frameworm.report.text import render_text
+from frameworm.report.run.html import render_html
+from frameworm.report.run.page import samples_of
+from frameworm.report.run.progress import ProgressLine
+from frameworm.report.run.text import render_text
 
 log = logging.getLogger("frameworm")
 RUNS = Path("runs")

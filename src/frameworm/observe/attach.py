@@ -105,8 +105,8 @@ class Attachment:
         record, series = record_of(folder, self._around())
         judge_record(record, folder)
         try:
-            from frameworm.report.html import render_html
-            from frameworm.report.text import render_text
+            from frameworm.report.run.html import render_html
+            from frameworm.report.run.text import render_text
 
             folder.write_report(render_html(record, series))
             folder.write_summary(record, render_text(record))

@@ -25,7 +25,7 @@ from frameworm.records.outliers import MOST_KEPT
 from frameworm.records.schema import PHASES, Batch, RunRecord, StepRecord
 from frameworm.records.statistics import Spread, StepAggregate
 from frameworm.records.writer import JsonLinesWriter
-from frameworm.report.measurements import render_metrics
+from frameworm.report.run.measurements import render_metrics
 
 # No host is this far ahead of its device: waiting for the oldest of so many steps is no wait.
 MOST_IN_FLIGHT = 256

@@ -18,7 +18,7 @@ import torch
 from frameworm.errors import DeviceError, StateError
 from frameworm.observe.device_timer import DeviceTimer, choose_observed
 from frameworm.observe.profiler_window import ProfilerWindow
-from frameworm.report.measurements import render_scopes
+from frameworm.report.run.measurements import render_scopes
 
 # Events are looked at once this many scopes wait for the device, and the oldest ones first.
 READ_AT = 64

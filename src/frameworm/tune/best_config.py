@@ -14,8 +14,8 @@ from frameworm.config.load import dump_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.config.source import SourceReader, YamlError, compose, write_yaml
 from frameworm.errors import ConfigError
-from frameworm.report import tables
-from frameworm.report.tune_tables import Gain, numbers, setting
+from frameworm.report.kit import tables
+from frameworm.report.tune.tables import Gain, numbers, setting
 from frameworm.tune.result import Accepted, TuneResult
 
 _WIDTH = 120

@@ -21,8 +21,8 @@ from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
 from frameworm.records.store import RunFolder
-from frameworm.report.html import render_html
-from frameworm.report.text import render_text
+from frameworm.report.run.html import render_html
+from frameworm.report.run.text import render_text
 from frameworm.tune.analysis import Analysis
 from frameworm.tune.analyzer import BottleneckAnalyzer
 from frameworm.tune.settle import settle

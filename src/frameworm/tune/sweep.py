@@ -25,7 +25,7 @@ from frameworm.hardware.host import usable_cpus
 from frameworm.launch.allocation import Allocation
 from frameworm.records.atomic import write_atomic
 from frameworm.records.store import RunFolder
-from frameworm.report.scaling_report import write_report
+from frameworm.report.scaling.report import write_report
 from frameworm.scaling.analysis import Analysis, analyse
 from frameworm.scaling.run_points import DEFAULT_WARMUP, Collection, collect
 from frameworm.tune.sweep_plan import SweepPlan, shell_settings

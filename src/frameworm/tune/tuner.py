@@ -8,7 +8,7 @@ from pathlib import Path
 
 from frameworm.config.schema import Config
 from frameworm.records.atomic import write_atomic
-from frameworm.report.tune_page import render_tune
+from frameworm.report.tune.page import render_tune
 from frameworm.tune.best_config import render_best
 from frameworm.tune.effort import Effort
 from frameworm.tune.facts import look_around

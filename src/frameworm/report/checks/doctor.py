@@ -1,0 +1,126 @@
+"""What doctor found, as plain text: what is wrong first under each heading, with what to do and why."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from frameworm.records.machine import Check, ChecklistItem, Gain, MachineFacts
+from frameworm.report.kit.layout import heading
+from frameworm.report.kit.tables import plain
+
+_NARROWEST = 60
+_WIDEST_NAME = 20  # longer ones, such as names of variables, reach into their line
+_MARKS = {"ok": "ok", "advice": "advice", "problem": "PROBLEM", "unknown": "unknown"}
+_STATES = ("not done", "done", "does not apply")
+
+
+def render_doctor(
+    facts: MachineFacts,
+    checks: Sequence[Check],
+    items: Sequence[ChecklistItem] | None = None,
+    subject: str = "",
+    notes: Sequence[str] = (),
+    width: int = 80,
+) -> str:
+    """Lines of at most `width` characters (never under 60), without terminal codes.
+
+    Args:
+        facts: The machine.
+        checks: The judged machine.
+        items: The checklist; None: no config was given.
+        subject: What the checklist is about.
+        notes: What else to know.
+        width: Of the terminal.
+    """
+    width = max(width, _NARROWEST)
+    lines = heading(f"doctor · {_machine(facts)}", width)
+    names = min(max((len(check.name) for check in checks), default=0), _WIDEST_NAME)
+    for group in dict.fromkeys(check.group for check in checks):
+        lines += ["", group]
+        for check in checks:
+            if check.group == group:
+                lines += _check(check, names, width)
+    if items is not None:
+        lines += ["", *heading(f"checklist · {plain(subject)}", width)]
+        for state in _STATES:
+            lines += _items([item for item in items if item.state == state], state, width)
+    for note in notes:
+        lines += ["", *textwrap.wrap(f"note: {plain(note)}", width, subsequent_indent="      ")]
+    lines += ["", *textwrap.wrap(_result(checks, items), width)]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(facts: MachineFacts) -> str:
+    gpus = f"{len(facts.gpus)} x {facts.gpus[0].name}" if facts.gpus else "no GPU"
+    parts = [gpus, f"{facts.cpus_usable or 'unknown'} cores", f"torch {facts.torch_version or 'unknown'}"]
+    return plain(" · ".join(parts))
+
+
+def _check(check: Check, names: int, width: int) -> list[str]:
+    left = f"  {_MARKS[check.verdict]:<7}  {plain(check.name):<{names}}  "
+    indent = " " * (2 + 7 + 2 + names + 2)
+    lines = _wrapped(left, check.found, width, indent=len(indent))
+    if check.verdict in ("advice", "problem") or check.remedy:
+        lines += _wrapped(f"{indent}do:  ", check.remedy, width) if check.remedy else []
+        lines += _wrapped(f"{indent}why: ", check.why, width) if check.why else []
+    return lines
+
+
+def _items(items: Sequence[ChecklistItem], state: str, width: int) -> list[str]:
+    if not items:
+        return []
+    lines = ["", f"{state} ({len(items)})"]
+    if state != "not done":
+        names = max(len(item.name) for item in items)
+        if names > width // 2:
+            names = width // 2
+        return lines + [line for item in items for line in _wrapped(f"  {item.name:<{names}}  ", item.reason, width)]
+    for item in items:
+        lines += _wrapped(f"  {item.name}: ", item.reason, width, indent=6)
+        if item.settings:
+            lines += _wrapped("      set   ", " ".join(f"--set {text}" for text in item.settings), width)
+        if item.gain is not None:
+            lines += _wrapped("      gain  ", _gain(item.gain), width)
+        if item.finding:
+            lines.append(f"      see   docs/findings.md#{item.finding}")
+    return lines
+
+
+def _gain(gain: Gain) -> str:
+    if gain.basis == "unknown":
+        return gain.text
+    return f"{gain.text} ({gain.basis}: {gain.source})"
+
+
+def _result(checks: Sequence[Check], items: Sequence[ChecklistItem] | None) -> str:
+    count = Counter(check.verdict for check in checks)
+    parts = [_number(count["problem"], "problem", "problems"), f"{count['advice']} with advice", f"{count['ok']} ok"]
+    if count["unknown"]:
+        parts.append(f"{count['unknown']} unknown")
+    text = f"{len(checks)} checks: {', '.join(parts)}"
+    if items is not None:
+        states = Counter(item.state for item in items)
+        text += "; checklist: " + ", ".join(
+            f"{states[state]} {'do not apply' if state == 'does not apply' and states[state] != 1 else state}"
+            for state in ("done", "not done", "does not apply")
+        )
+    return text
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count or 'no'} {one if count == 1 else many}"
+
+
+def _wrapped(left: str, text: str, width: int, indent: int | None = None) -> list[str]:
+    after = " " * (len(left) if indent is None else indent)
+    pieces = textwrap.wrap(
+        plain(text),
+        width,
+        initial_indent=left,
+        subsequent_indent=after,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [piece.rstrip() for piece in pieces] or [left.rstrip()]

@@ -1,0 +1,5 @@
+"""Reports of one training: the summary, the HTML page, its charts, the progress display, a trace in words.
+
+In: a `RunRecord`, its series of steps and samples of the machine. Out: `summary.txt`, `report.html` and terminal
+output.
+"""

@@ -1,0 +1,70 @@
+"""The page of a stored run, from nothing but its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from frameworm.errors import RunFolderError
+from frameworm.records.observations import SystemSample
+from frameworm.records.outliers import SlowSteps
+from frameworm.records.samples import read_samples
+from frameworm.records.schema import RunRecord
+from frameworm.records.series import Series, SeriesPoint
+from frameworm.records.statistics import DEFAULT_WARMUP
+from frameworm.records.store import RunFolder
+from frameworm.records.writer import StepReader
+from frameworm.report.run.charts_system import thinned_samples
+from frameworm.report.run.html import render_html
+
+_SYSTEM_NAME = re.compile(r"system-rank(\d+)\.jsonl")
+
+
+def page_of(folder: RunFolder, record: RunRecord | None = None) -> str:
+    """The whole page of a run, as `report.html` holds it.
+
+    Args:
+        folder: The run. Files that are missing or unreadable, other than its summary, leave their part of the page out.
+        record: The run's record where a newer one than the summary on disk is at hand, as after a new diagnosis.
+
+    Raises:
+        RunFolderError: `record` is not given and there is no readable summary.
+    """
+    record = folder.read_summary() if record is None else record
+    series = _read_steps(folder, record)
+    return render_html(record, series, _config_text(folder), samples_of(folder))
+
+
+def samples_of(folder: RunFolder) -> dict[int, list[SystemSample]]:
+    """What the samplers of all ranks saw, thinned to what a curve can show; without files that cannot be read."""
+    found = {}
+    for path in folder.path.glob("system-rank*.jsonl"):
+        match = _SYSTEM_NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        # TypeError: JSON that a sampler never writes, such as words in place of numbers.
+        with contextlib.suppress(RunFolderError, TypeError):
+            found[int(match[1])] = thinned_samples(read_samples(path))
+    return dict(sorted(found.items()))
+
+
+def _read_steps(folder: RunFolder, record: RunRecord) -> list[SeriesPoint]:
+    """The curves of the first rank; its slow steps go into a record that has none."""
+    files = folder.step_files()
+    if not files:
+        return []
+    series, slow = Series(), SlowSteps()
+    with contextlib.suppress(RunFolderError):
+        for position, step in enumerate(StepReader(files[min(files)])):
+            series.add(step)
+            if position >= DEFAULT_WARMUP:
+                slow.add(step)
+    record.slow_steps = record.slow_steps or slow.steps()
+    return series.points()
+
+
+def _config_text(folder: RunFolder) -> str:
+    try:
+        return folder.config.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,335 @@
+"""A search of the tuner as rows: what stays of the time after each change, every attempt, phases before and after.
+
+Everything is read from `tune.json` as plain values. A value that is missing or of another kind is unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from frameworm.records.schema import PHASES
+from frameworm.report.kit import tables
+
+# What the tuner calls the mathematics of a change, as people say it.
+MATHEMATICS = {"nothing": "the same numbers", "rounding": "rounding only", "more": "approximate"}
+STATUSES = ("accepted", "rejected", "inconclusive", "failed", "skipped")
+FAILURES = {
+    "oom": "out of memory",
+    "capture_refused": "capture refused",
+    "crash": "crashed",
+    "hang": "out of time",
+    "not_applicable": "does not apply",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times as fast; the ends of the interval where they are known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    pairs: int | None = None
+
+    def text(self) -> str:
+        """The speedup and its interval."""
+        return self.times() if self.interval() == "" else f"{self.times()} ({self.interval()})"
+
+    def times(self) -> str:
+        """The speedup alone."""
+        return f"{self.value:.2f}x"
+
+    def interval(self) -> str:
+        """The interval alone."""
+        return "" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One row of the waterfall.
+
+    Attributes:
+        label: What was changed.
+        before: Time per sample before it, as a share of that of the first config.
+        after: The same after it.
+        gain: What it brought; None for the first row, and where it is not known.
+        kind: before, change or after.
+    """
+
+    label: str
+    before: float
+    after: float
+    gain: Gain | None
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """One attempt as tables show it."""
+
+    label: str
+    knob: str
+    status: str
+    told: str
+    trial: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRow:
+    """One setting that differs, and the change that brought it."""
+
+    key: str
+    before: str
+    after: str
+    gain: str
+    mathematics: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBeforeAfter:
+    """A phase of the mean step under both configs; None: not measured."""
+
+    name: str
+    label: str
+    before_s: float | None
+    after_s: float | None
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A mapping, empty where there is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def sequence(value: Any) -> Sequence[Any]:
+    """A list, empty where there is none."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def figure(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def gain_of(value: Any) -> Gain | None:
+    """A speedup as `tune.json` holds it."""
+    given = mapping(value)
+    times = figure(given.get("value"))
+    if times is None or times <= 0:
+        return None
+    low, high, pairs = (figure(given.get(name)) for name in ("low", "high", "pairs"))
+    known = low is not None and high is not None and low > 0
+    return Gain(times, low if known else None, high if known else None, None if pairs is None else int(pairs))
+
+
+def name_of(result: Mapping[str, Any]) -> str:
+    """What the config is called."""
+    return tables.plain(result.get("name") or "") or "config"
+
+
+def accepted_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The changes that stay."""
+    return [item for item in sequence(result.get("accepted")) if isinstance(item, Mapping)]
+
+
+def change_label(changes: Mapping[str, Any]) -> str:
+    """Changes as users write them."""
+    return ", ".join(f"{tables.plain(key)}={setting(value)}" for key, value in changes.items())
+
+
+def setting(value: Any) -> str:
+    """A value of a setting as users write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "off" if value is None else tables.plain(value)
+
+
+def numbers(mathematics: Any, checked: Any) -> str:
+    """What a change does to the numbers, and what spoke for it if that is more than rounding."""
+    told = MATHEMATICS.get(str(mathematics), tables.plain(mathematics or ""))
+    seeds, steps = (figure(mapping(checked).get(name)) for name in ("seeds", "steps"))
+    if seeds is None or steps is None:
+        return told
+    return f"{told}, learns as well in {seeds:.0f} longer trainings of {steps:.0f} steps"
+
+
+def stages(result: Mapping[str, Any]) -> list[Stage]:
+    """Before, every accepted change, after; each change against the config just before it."""
+    found = [Stage("before", 1.0, 1.0, None, "before")]
+    level = 1.0
+    for item in accepted_of(result):
+        gain = gain_of(item.get("speedup"))
+        after = level if gain is None else level / gain.value
+        label = change_label(mapping(item.get("changes"))) or tables.plain(item.get("knob") or "change")
+        found.append(Stage(label, level, after, gain, "change"))
+        level = after
+    if len(found) > 1:
+        whole = gain_of(result.get("speedup"))
+        found.append(Stage("after", 1.0, level if whole is None else 1 / whole.value, whole, "after"))
+    return found
+
+
+def sample_s(trial: Any) -> float | None:
+    """Median seconds per sample of a trial."""
+    windows = [time_s for item in sequence(mapping(trial).get("seconds_per_sample")) if (time_s := figure(item))]
+    return median(windows) if windows else None
+
+
+def samples_per_s(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Samples per second before and after; the proved gain counts, since trials lie minutes apart."""
+    before_s, after_s = sample_s(result.get("baseline")), sample_s(result.get("final"))
+    gain = gain_of(result.get("speedup"))
+    if before_s is not None and gain is not None:
+        after_s = before_s / gain.value
+    before, after = (tables.UNKNOWN if not time_s else f"{1 / time_s:,.0f}" for time_s in (before_s, after_s))
+    return before, after
+
+
+def setup_s(trial: Any) -> float | None:
+    """Start-up of a trial, compiling included."""
+    return figure(mapping(trial).get("setup_s"))
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """What came of the search, in one sentence."""
+    changes = len(accepted_of(result))
+    if not changes:
+        failure = mapping(mapping(result.get("baseline")).get("failure"))
+        if failure:
+            return f"the config itself fails: {tables.plain(failure.get('reason') or 'unknown')}"
+        return "nothing was found that is faster and learns the same; the config stays as it is"
+    whole = gain_of(result.get("speedup"))
+    if whole is None:
+        return "faster by the changes below; there was no budget left to prove them together"
+    verdict = mapping(result.get("total")).get("verdict")
+    proved = ", proved as a whole" if verdict == "accepted" else "" if changes == 1 else ", the whole is not proved"
+    return f"{whole.text()} as fast{proved}"
+
+
+def whole_run(result: Mapping[str, Any]) -> str | None:
+    """Expected time of the whole run before and after; None where its length is not known."""
+    before, after = figure(result.get("run_s_before")), figure(result.get("run_s_after"))
+    if before is None or after is None:
+        return None
+    text = f"{tables.seconds(before)} → {tables.seconds(after)}"
+    starts = setup_s(result.get("baseline")), setup_s(result.get("final"))
+    if starts[0] is None or starts[1] is None:
+        return text
+    return f"{text}, of which start-up and compile {tables.seconds(starts[0])} → {tables.seconds(starts[1])}"
+
+
+def attempt_rows(result: Mapping[str, Any]) -> list[AttemptRow]:
+    """Every attempt, in the order in which they were made; one that was made again with success says so."""
+    rows = [_attempt_row(item) for item in sequence(result.get("attempts")) if isinstance(item, Mapping)]
+    last = {row.label: number for number, row in enumerate(rows) if row.status == "accepted"}
+    return [
+        replace(row, told=f"accepted when tried again; at first {row.told}") if number < last.get(row.label, 0) else row
+        for number, row in enumerate(rows)
+    ]
+
+
+def _attempt_row(item: Mapping[str, Any]) -> AttemptRow:
+    status = tables.plain(item.get("status") or "unknown")
+    told = tables.plain(" ".join(str(item.get("reason") or "").split()))
+    gain = gain_of(mapping(item.get("proof")).get("speedup"))
+    if status == "accepted" and gain is not None:
+        told = gain.text()
+    kind = item.get("failure")
+    if status == "failed" and kind:
+        word = FAILURES.get(str(kind), tables.plain(kind))
+        told = f"{word}: {told}" if told else word
+    label = tables.plain(item.get("label") or "") or change_label(mapping(item.get("changes")))
+    screened = figure(item.get("screened"))
+    return AttemptRow(
+        label or tables.plain(item.get("knob") or "unknown"),
+        tables.plain(item.get("knob") or ""),
+        status,
+        told,
+        "" if screened is None else f"{screened:.2f}x",
+        tables.plain(item.get("why") or "").replace("_", " "),
+    )
+
+
+def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
+    """Every setting that differs between the first and the best config."""
+    rows = []
+    for key, pair in mapping(result.get("changes")).items():
+        values = mapping(pair)
+        sources = [item for item in accepted_of(result) if key in mapping(item.get("changes"))]
+        source = sources[-1] if sources else mapping(None)
+        gain = gain_of(source.get("speedup"))
+        rows.append(
+            ChangeRow(
+                tables.plain(key),
+                setting(values.get("before")),
+                setting(values.get("after")),
+                "" if gain is None else gain.text() + ("" if source.get("proved_alone", True) else ", in its trial"),
+                numbers(source.get("mathematics"), source.get("checked")),
+                tables.plain(source.get("why") or "").replace("_", " "),
+            )
+        )
+    return rows
+
+
+def phases_before_after(result: Mapping[str, Any]) -> list[PhaseBeforeAfter]:
+    """Phases of the mean step under both configs, in the order of a step; empty where one side has none."""
+    sides = [_phases(result.get(name)) for name in ("baseline", "final")]
+    if not all(sides):
+        return []
+    names = dict.fromkeys([*sides[0], *sides[1]])
+    ordered = [*(name for name in PHASES if name in names), *(name for name in names if name not in PHASES)]
+    return [
+        PhaseBeforeAfter(
+            name, tables.PHASE_LABELS.get(name, tables.plain(name)), sides[0].get(name), sides[1].get(name)
+        )
+        for name in ordered
+    ]
+
+
+def _phases(trial: Any) -> dict[str, float]:
+    phases = mapping(mapping(mapping(trial).get("details")).get("phases"))
+    found = {str(name): figure(mapping(item).get("mean_s")) for name, item in phases.items()}
+    return {name: mean_s for name, mean_s in found.items() if mean_s is not None}
+
+
+def spent(result: Mapping[str, Any]) -> str:
+    """What the search took and why it ended."""
+    parts = []
+    count, time_s = figure(result.get("trials")), figure(result.get("spent_s"))
+    if count is not None:
+        parts.append(f"{count:,.0f} trials and proofs" + ("" if time_s is None else f" in {tables.seconds(time_s)}"))
+    if result.get("stopped"):
+        parts.append(tables.plain(result["stopped"]))
+    return "; ".join(parts) or tables.UNKNOWN
+
+
+def command_of(result: Mapping[str, Any], best: str) -> str:
+    """What to type to train with the best config."""
+    given = result.get("command")
+    return tables.plain(given) if given else f"frameworm train --config {tables.plain(best)}"
+
+
+def final_proof(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The proof of the whole, or of the only change; empty where there is none."""
+    whole = mapping(result.get("total"))
+    if whole:
+        return whole
+    proofs = [proof for _, proof in proofs_of(result) if proof.get("verdict") == "accepted"]
+    return proofs[0] if len(proofs) == 1 else {}
+
+
+def proofs_of(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every attempt's proof with its label."""
+    found = []
+    for item in sequence(result.get("attempts")):
+        proof = mapping(mapping(item).get("proof"))
+        if proof:
+            found.append((_attempt_row(item).label, proof))
+    return found

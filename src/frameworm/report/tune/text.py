@@ -1,0 +1,103 @@
+"""What `tune` prints: the waterfall from before to after, and the table of attempts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frameworm.report.kit import tables
+from frameworm.report.kit.layout import LABEL_WIDTH, field, heading, table
+from frameworm.report.run.text import bar
+from frameworm.report.tune import tables as tune_tables
+from frameworm.report.tune.tables import Stage
+
+WIDTH = 80
+_NARROWEST = 50
+_LONGEST_LABEL = 32
+_LONGEST_REASON = 150
+_SHORTEST_BAR = 8
+
+
+def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = WIDTH) -> str:
+    """Before, every accepted change with its gain and interval, after, and what that means for the whole run.
+
+    Args:
+        result: What `tune.json` holds.
+        best: Where the best config is, for the command.
+        width: Columns; never under 50.
+    """
+    width = max(width, _NARROWEST)
+    lines = heading(f"tune · {tune_tables.name_of(result)}", width)
+    lines += field("result", tune_tables.headline(result), width)
+    stages = tune_tables.stages(result)
+    if len(stages) > 1:
+        lines += ["", *_bars(stages, width), "  (bars: time per sample)", ""]
+    speeds = tune_tables.samples_per_s(result)
+    if speeds[0] != tables.UNKNOWN:
+        lines += field("samples/s", speeds[0] if len(stages) == 1 else " → ".join(speeds), width)
+    expected = tune_tables.whole_run(result)
+    if expected is not None and len(stages) > 1:
+        lines += field("whole run", expected, width)
+    learning = _learning(result)
+    if learning:
+        lines += field("learning", learning, width)
+    lines += field("search", tune_tables.spent(result), width)
+    if len(stages) > 1:
+        # Not wrapped: a command in two pieces cannot be copied.
+        lines.append(f"{'run it':<{LABEL_WIDTH}}{tune_tables.command_of(result, best)}")
+    return "\n".join(lines) + "\n"
+
+
+def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Sequence[str] = ()) -> str:
+    """Every attempt: the change, what came of it, the gain or the reason, cut short; empty without attempts.
+
+    Args:
+        result: What `tune.json` holds.
+        width: Columns; never under 50.
+        without: Outcomes that are left out.
+    """
+    width = max(width, _NARROWEST)
+    attempts = [item for item in tune_tables.attempt_rows(result) if item.status not in without]
+    if not attempts:
+        return ""
+    rows = [("change", "status", "gain or reason")]
+    for item in attempts:
+        told = textwrap.shorten(item.told, _LONGEST_REASON, placeholder=" ...")
+        rows.append((_cut(item.label, min(_LONGEST_LABEL, width // 2 - 8)), item.status, told))
+    # All columns are words, so the middle one is filled up to be read from the left.
+    widest = max(len(row[1]) for row in rows)
+    return "\n".join(table([(one, two.ljust(widest), three) for one, two, three in rows], width)) + "\n"
+
+
+def _bars(stages: Sequence[Stage], width: int) -> list[str]:
+    labels = [_cut(stage.label, min(_LONGEST_LABEL, width // 2 - 8)) for stage in stages]
+    gains = ["" if stage.gain is None else stage.gain.times() for stage in stages]
+    intervals = ["" if stage.gain is None else stage.gain.interval() for stage in stages]
+    columns = [max(len(text) for text in column) for column in (labels, gains, intervals)]
+    left = width - 2 - sum(size + 2 for size in columns)
+    if left < _SHORTEST_BAR:
+        intervals, columns[2] = [""] * len(stages), 0
+        left = width - 2 - sum(size + 2 for size in columns)
+    slowest = max(stage.after for stage in stages)
+    return [
+        f"  {label:<{columns[0]}}  {gain:>{columns[1]}}  {interval:<{columns[2]}}  "
+        f"{bar(stage.after / slowest, max(left, 1))}".rstrip()
+        for label, gain, interval, stage in zip(labels, gains, intervals, stages)
+    ]
+
+
+def _learning(result: Mapping[str, Any]) -> str:
+    """What the proof of the whole, or of the only change, found about learning."""
+    proof = tune_tables.final_proof(result)
+    parts = []
+    for check in tune_tables.sequence(proof.get("checks")):
+        given = tune_tables.mapping(check)
+        name, detail = tables.plain(given.get("name") or ""), tables.plain(given.get("detail") or "")
+        if name and name != "gain":
+            parts.append(f"{name}: {detail}")
+    return "; ".join(parts)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1].rstrip(" ,") + "…"
