@@ -48,8 +48,8 @@ from torch.utils.data import DataLoader
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config, GPTModelConfig
-from frameworm.data.cache import open_store, write_store
-from frameworm.data.text import LanguageData, TokenBlocks
+from frameworm.data.corpora.cache import open_store, write_store
+from frameworm.data.corpora.text import LanguageData, TokenBlocks
 from frameworm.engine import run as engine_run
 from frameworm.hardware.devices import peak_flops
 from frameworm.models import workloads

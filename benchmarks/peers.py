@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
-from frameworm.data.sampling import StepSampler
-from frameworm.data.text import TextDataset, load_text_classification
+from frameworm.data.corpora.text import TextDataset, load_text_classification
+from frameworm.data.samples.sampling import StepSampler
 from frameworm.engine import run as engine_run
 from frameworm.engine.trainer import Trainer
 from frameworm.models.text_classifier import TextClassifier

@@ -261,7 +261,7 @@ def test_second_start_reads_the_token_cache(here: CommandLine, monkeypatch: pyte
     first = here(*_arguments(), "--json")
     stored = {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")}
     assert len(stored) == 2, "training and validation tokens"
-    monkeypatch.setattr("frameworm.data.generated.generate", never)
+    monkeypatch.setattr("frameworm.data.corpora.generated.generate", never)
     second = here(*_arguments(), "--json")
     assert second.code == 0
     assert "tokenising" not in second.stderr

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler, get_worker_info
 
-import frameworm.data.workers as workers_module
+import frameworm.data.samples.workers as workers_module
 from frameworm.data.loader import LoaderSettings, OptimizedDataLoader
-from frameworm.data.workers import automatic_workers, measure_workers, worker_candidates
+from frameworm.data.samples.workers import automatic_workers, measure_workers, worker_candidates
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
 
 # A machine with one core is warned by torch about the two workers used here.

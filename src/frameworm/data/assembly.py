@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from frameworm.data.batching import Batching, arrangement, batching_of
-from frameworm.data.sampling import OrderedSplitSampler, StepSampler, share_of
-from frameworm.data.skipping import SkippedLog, SkippingDataset
-from frameworm.data.streams import StreamBatches
-from frameworm.data.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
+from frameworm.data.batches.batching import Batching, arrangement, batching_of
+from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, share_of
+from frameworm.data.samples.skipping import SkippedLog, SkippingDataset
+from frameworm.data.samples.streams import StreamBatches
+from frameworm.data.samples.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
 
 Auto = Literal["auto"]

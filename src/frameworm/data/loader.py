@@ -24,15 +24,21 @@ from frameworm.data.assembly import (
     stream_length,
     whole_groups,
 )
-from frameworm.data.batching import Batching, narrowed
-from frameworm.data.chunks import PackedBatches
-from frameworm.data.counts import TokenCounts
-from frameworm.data.packed import batches_of, packing_of
-from frameworm.data.sampling import StepSampler, StepShape
-from frameworm.data.seeding import mix, seeded
-from frameworm.data.skipping import SkippedLog, SkippedSample
-from frameworm.data.streams import is_stream
-from frameworm.data.workers import SharedEpoch, automatic_workers, measure_workers, usable_workers, worker_candidates
+from frameworm.data.batches.batching import Batching, narrowed
+from frameworm.data.batches.chunks import PackedBatches
+from frameworm.data.batches.counts import TokenCounts
+from frameworm.data.batches.packed import batches_of, packing_of
+from frameworm.data.samples.sampling import StepSampler, StepShape
+from frameworm.data.samples.seeding import mix, seeded
+from frameworm.data.samples.skipping import SkippedLog, SkippedSample
+from frameworm.data.samples.streams import is_stream
+from frameworm.data.samples.workers import (
+    SharedEpoch,
+    automatic_workers,
+    measure_workers,
+    usable_workers,
+    worker_candidates,
+)
 from frameworm.errors import ConfigError, DataError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from frameworm.data.packed import batches_of
+from frameworm.data.batches.packed import batches_of
 from frameworm.errors import DeviceError
 
 # Below this a copy is short beside what the host spends on ordering two streams: on a step of 5 ms with batches of this

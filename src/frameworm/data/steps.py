@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from frameworm.data.adopt import RankBatches, set_loader_epoch
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
-from frameworm.data.skipping import SkippedSample
+from frameworm.data.samples.skipping import SkippedSample
 from frameworm.errors import DataError
 
 OverRanks = Callable[[float], float]

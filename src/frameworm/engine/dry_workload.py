@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
-from frameworm.data.corpora import AG_NEWS_CLASSES, IMDB_CLASSES
-from frameworm.data.generated import CLASS_NAMES
-from frameworm.data.packed import round_capacity, spare_sequences
+from frameworm.data.batches.packed import round_capacity, spare_sequences
+from frameworm.data.corpora.generated import CLASS_NAMES
+from frameworm.data.corpora.readers import AG_NEWS_CLASSES, IMDB_CLASSES
+from frameworm.data.corpora.tokenizer import ByteTokenizer
 from frameworm.data.steps import close_loader
-from frameworm.data.tokenizer import ByteTokenizer
 from frameworm.engine.run import build_loader
 from frameworm.errors import DataError
 from frameworm.models.workloads import VOCABULARY_MULTIPLE, build_workload, make_gpt, make_text_classifier

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from frameworm.config.load import dump_config
-from frameworm.data.skipping import describe
+from frameworm.data.samples.skipping import describe
 from frameworm.data.steps import close_loader
 from frameworm.engine.activations import apply_checkpointing
 from frameworm.engine.bad_numbers import make_bad_numbers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
-from frameworm.data.text import Progress, load_language_modelling, load_text_classification
+from frameworm.data.corpora.text import Progress, load_language_modelling, load_text_classification
 from frameworm.errors import CheckpointError, ConfigError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier

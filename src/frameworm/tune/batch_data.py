@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from frameworm.config.schema import Config
-from frameworm.data.counts import token_lengths
-from frameworm.data.streams import is_stream
+from frameworm.data.batches.counts import token_lengths
+from frameworm.data.samples.streams import is_stream
 from frameworm.models.workloads import Workload
 
 _LOOKED_AT = 1024

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import Config
-from frameworm.data.counts import token_lengths
-from frameworm.data.packed import packable, packing_of
-from frameworm.data.resident import resident_bytes
-from frameworm.data.workers import automatic_workers, base_of
+from frameworm.data.batches.counts import token_lengths
+from frameworm.data.batches.packed import packable, packing_of
+from frameworm.data.batches.resident import resident_bytes
+from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.activations import find_layers
 from frameworm.engine.memory_planner import MemoryPlanner
 from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here

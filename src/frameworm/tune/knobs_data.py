@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.data.resident import fits_memory
+from frameworm.data.batches.resident import fits_memory
 from frameworm.guard.proof import Mathematics
 from frameworm.tune.context import Context
 from frameworm.tune.knobs import Knob

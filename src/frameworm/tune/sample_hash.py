@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from frameworm.data.packed import IGNORED_LABEL
+from frameworm.data.batches.packed import IGNORED_LABEL
 from frameworm.data.prefetch import tensors_in
 
 _MODULUS = 2**64

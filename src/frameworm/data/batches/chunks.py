@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frameworm.data.ahead import ReadAhead
-from frameworm.data.counts import groups_of_steps
-from frameworm.data.packed import MISSING, PackedTexts, batch_bytes, round_capacity
-from frameworm.data.resident import ResidentTexts, fits_device
-from frameworm.data.sampling import StepSampler
-from frameworm.data.token_sets import Packing
+from frameworm.data.batches.ahead import ReadAhead
+from frameworm.data.batches.counts import groups_of_steps
+from frameworm.data.batches.packed import MISSING, PackedTexts, batch_bytes, round_capacity
+from frameworm.data.batches.resident import ResidentTexts, fits_device
+from frameworm.data.corpora.token_sets import Packing
+from frameworm.data.samples.sampling import StepSampler
 from frameworm.errors import DeviceError
 
 LOOKED_AT_EPOCHS = 8

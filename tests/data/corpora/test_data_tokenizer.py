@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frameworm.data.cache import TokenCache
-from frameworm.data.tokenizer import ByteTokenizer, SubwordTokenizer, load_tokenizer, train_wordpiece
+from frameworm.data.corpora.cache import TokenCache
+from frameworm.data.corpora.tokenizer import ByteTokenizer, SubwordTokenizer, load_tokenizer, train_wordpiece
 from frameworm.errors import DataError
 
 TEXTS = ["The cat sat on the mat.", "The dog sat on the log!", "Cats and dogs, mats and logs; caf\u00e9s."] * 3
@@ -87,7 +87,7 @@ def test_training_is_kept_and_not_repeated(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("trained again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("frameworm.data.tokenizer.train_wordpiece", never)
+        patch.setattr("frameworm.data.corpora.tokenizer.train_wordpiece", never)
         again = load_tokenizer("auto", "classifier", TEXTS, 100, tmp_path)
         with pytest.raises(AssertionError, match="trained again"):
             load_tokenizer("auto", "classifier", TEXTS[1:], 100, tmp_path)
@@ -102,8 +102,8 @@ def test_training_is_kept_and_not_repeated(tmp_path: Path, monkeypatch: pytest.M
 def test_training_is_the_same_in_every_process() -> None:
     """The package's own training is not: it depends on a hash seed drawn at start."""
     code = (
-        "import hashlib; from frameworm.data.generated import generate;"
-        "from frameworm.data.tokenizer import train_wordpiece;"
+        "import hashlib; from frameworm.data.corpora.generated import generate;"
+        "from frameworm.data.corpora.tokenizer import train_wordpiece;"
         "texts = generate(0, 'val')[0][:200];"
         "print(hashlib.sha256(train_wordpiece(texts, 600).to_str().encode()).hexdigest())"
     )

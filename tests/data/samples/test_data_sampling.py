@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from frameworm.data.sampling import OrderedSplitSampler, StepSampler, cut, share_of
+from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, cut, share_of
 from frameworm.errors import ConfigError, DataError
 
 sizes = st.integers(1, 70)

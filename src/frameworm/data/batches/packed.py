@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from frameworm.data.token_sets import Packing
-from frameworm.data.workers import base_of
+from frameworm.data.corpora.token_sets import Packing
+from frameworm.data.samples.workers import base_of
 from frameworm.errors import DataError
 
 Indices = NDArray[Any] | Sequence[Sequence[int]]

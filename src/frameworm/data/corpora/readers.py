@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frameworm.data import generated
+from frameworm.data.corpora import generated
 from frameworm.errors import ConfigError, DataError, MissingPackageError
 
 READER_VERSION = 1

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
-from frameworm.data import chunks as chunks_module
-from frameworm.data.cache import TokenStore
-from frameworm.data.chunks import ChunkPlan
-from frameworm.data.corpora import find_corpus
+from frameworm.data.batches import chunks as chunks_module
+from frameworm.data.batches.chunks import ChunkPlan
+from frameworm.data.batches.packed import PackedTexts, batches_of, packable, packing_of, round_capacity, spare_sequences
+from frameworm.data.batches.resident import ResidentTexts, fits_device, resident_bytes
+from frameworm.data.corpora.cache import TokenStore
+from frameworm.data.corpora.readers import find_corpus
+from frameworm.data.corpora.text import TextDataset, TokenBlocks
+from frameworm.data.corpora.tokenizer import load_tokenizer
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.packed import PackedTexts, batches_of, packable, packing_of, round_capacity, spare_sequences
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
-from frameworm.data.resident import ResidentTexts, fits_device, resident_bytes
-from frameworm.data.sampling import StepSampler
+from frameworm.data.samples.sampling import StepSampler
 from frameworm.data.steps import StepSource
-from frameworm.data.text import TextDataset, TokenBlocks
-from frameworm.data.tokenizer import load_tokenizer
 from frameworm.errors import ConfigError, DataError, DeviceError
 
 MAX_SEQ_LEN = 12

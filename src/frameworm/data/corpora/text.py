@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from frameworm.config.schema import DataConfig
-from frameworm.data.cache import TokenCache, TokenStore, TokenWriter, store_key, write_store
-from frameworm.data.corpora import READER_VERSION, Corpus, Samples, Split, find_corpus
-from frameworm.data.token_sets import TextDataset, TokenBlocks
-from frameworm.data.tokenizer import Kind, Tokenizer, TokenizerPlan, plan_tokenizer
+from frameworm.data.corpora.cache import TokenCache, TokenStore, TokenWriter, store_key, write_store
+from frameworm.data.corpora.readers import READER_VERSION, Corpus, Samples, Split, find_corpus
+from frameworm.data.corpora.token_sets import TextDataset, TokenBlocks
+from frameworm.data.corpora.tokenizer import Kind, Tokenizer, TokenizerPlan, plan_tokenizer
 from frameworm.errors import DataError
 
 __all__ = [

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from frameworm.data.seeding import mix, seeded
+from frameworm.data.samples.seeding import mix, seeded
 from frameworm.errors import ConfigError, DataError
 
 Order = npt.NDArray[Any]

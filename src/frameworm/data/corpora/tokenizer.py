@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from frameworm.data.cache import TokenCache, store_key
+from frameworm.data.corpora.cache import TokenCache, store_key
 from frameworm.errors import DataError
 from frameworm.records.atomic import replacing
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from frameworm.data.cache import TokenStore
+from frameworm.data.corpora.cache import TokenStore
 
 
 @dataclass(frozen=True)

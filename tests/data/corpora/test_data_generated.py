@@ -7,7 +7,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from frameworm.data import generated
+from frameworm.data.corpora import generated
 
 
 def test_same_seed_same_texts() -> None:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from torch.utils.data import Subset
 
-from frameworm.data.arrange import MOST_WIDTHS, balanced, bucketed, widths
-from frameworm.data.counts import token_lengths
-from frameworm.data.packed import packable
-from frameworm.data.sampling import Arrange, Order
-from frameworm.data.workers import base_of
+from frameworm.data.batches.arrange import MOST_WIDTHS, balanced, bucketed, widths
+from frameworm.data.batches.counts import token_lengths
+from frameworm.data.batches.packed import packable
+from frameworm.data.samples.sampling import Arrange, Order
+from frameworm.data.samples.workers import base_of
 from frameworm.errors import ConfigError
 
 Batching = Literal["padded", "bucketed", "packed"]

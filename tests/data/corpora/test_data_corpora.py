@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from frameworm.data.corpora import AG_NEWS_CLASSES, Corpus, Samples, find_corpus
+from frameworm.data.corpora.readers import AG_NEWS_CLASSES, Corpus, Samples, find_corpus
 from frameworm.errors import ConfigError, DataError, MissingPackageError
 
 AG_ROW = '"3","Shares up","Stocks rose, ""sharply"", on Monday."\n'

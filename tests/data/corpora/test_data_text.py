@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 
 from frameworm.config.schema import DataConfig
-from frameworm.data import text as text_module
-from frameworm.data.text import (
+from frameworm.data.corpora import text as text_module
+from frameworm.data.corpora.text import (
     LanguageData,
     TextData,
     TextDataset,
@@ -110,9 +110,9 @@ def test_limit_keeps_the_first_training_samples(config: DataConfig) -> None:
 
 def test_second_start_reads_no_text(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_text_classification(config, max_seq_len=4, seed=0)
-    monkeypatch.setattr("frameworm.data.corpora._read_text", refuse)
-    monkeypatch.setattr("frameworm.data.cache.hash_files", refuse)
-    monkeypatch.setattr("frameworm.data.tokenizer._trained", refuse)
+    monkeypatch.setattr("frameworm.data.corpora.readers._read_text", refuse)
+    monkeypatch.setattr("frameworm.data.corpora.cache.hash_files", refuse)
+    monkeypatch.setattr("frameworm.data.corpora.tokenizer._trained", refuse)
     second = load_text_classification(config, max_seq_len=4, seed=0)
     for name, tensor in first.train.__getitems__(range(20)).items():
         assert torch.equal(tensor, second.train.__getitems__(range(20))[name])
@@ -127,7 +127,9 @@ def test_changed_text_is_read_again(config: DataConfig, tmp_path: Path) -> None:
 def test_texts_are_read_once_for_vocabulary_and_tokens(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = text_module.find_corpus.__globals__["_read_text"]
-    monkeypatch.setattr("frameworm.data.corpora._read_text", lambda path: (read.append(path.name), original(path))[1])
+    monkeypatch.setattr(
+        "frameworm.data.corpora.readers._read_text", lambda path: (read.append(path.name), original(path))[1]
+    )
     load_text_classification(config, max_seq_len=4, seed=0)
     assert read == ["train.csv", "test.csv"]
 
@@ -168,7 +170,7 @@ def test_generated_set_needs_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (len(first.train), first.num_classes) == (6_000, 4)
     assert first.val is not None
     assert len(first.val) == 1_000
-    monkeypatch.setattr("frameworm.data.generated.generate", refuse)
+    monkeypatch.setattr("frameworm.data.corpora.generated.generate", refuse)
     again = load_text_classification(config, max_seq_len=64, seed=0)
     assert torch.equal(first.train[7]["input_ids"], again.train[7]["input_ids"])
     with pytest.raises(AssertionError, match="text was read"):

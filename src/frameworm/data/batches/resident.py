@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frameworm.data.packed import IGNORED_LABEL, spare_sequences
-from frameworm.data.token_sets import Packing
+from frameworm.data.batches.packed import IGNORED_LABEL, spare_sequences
+from frameworm.data.corpora.token_sets import Packing
 
 MOST_BYTES = 2**30
 MOST_SHARE = 0.05

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Subset
 
-from frameworm.data.sampling import Order, Piece, StepSampler
-from frameworm.data.workers import base_of
+from frameworm.data.samples.sampling import Order, Piece, StepSampler
+from frameworm.data.samples.workers import base_of
 
 Counts = npt.NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, get_worker_info
 
-from frameworm.data.seeding import RandomState, seed_process
-from frameworm.data.workers import SharedEpoch
+from frameworm.data.samples.seeding import RandomState, seed_process
+from frameworm.data.samples.workers import SharedEpoch
 
 
 def is_stream(dataset: Any) -> bool:

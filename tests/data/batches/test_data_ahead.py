@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from frameworm.data.ahead import ReadAhead
+from frameworm.data.batches.ahead import ReadAhead
 
 
 def threads() -> list[threading.Thread]:

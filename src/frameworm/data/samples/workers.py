@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from frameworm.data.seeding import seed_process
+from frameworm.data.samples.seeding import seed_process
 from frameworm.launch.parent import call_after_parent
 
 MOST_AUTOMATIC_WORKERS = 4

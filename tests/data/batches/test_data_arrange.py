@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frameworm.data.arrange import balanced, bucketed, widths
-from frameworm.data.sampling import share_of
+from frameworm.data.batches.arrange import balanced, bucketed, widths
+from frameworm.data.samples.sampling import share_of
 
 lengths_of_any_kind = st.lists(st.integers(1, 300), min_size=1, max_size=150)
 batch_sizes = st.integers(1, 40)

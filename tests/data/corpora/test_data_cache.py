@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frameworm.data.cache import TokenCache, TokenStore, TokenWriter, store_key, write_store
+from frameworm.data.corpora.cache import TokenCache, TokenStore, TokenWriter, store_key, write_store
 from frameworm.errors import DataError
 
 
@@ -154,7 +154,7 @@ def test_content_hash_reads_unchanged_files_once(tmp_path: Path, monkeypatch: py
     before = cache.content_hash(files, data)
     assert cache.content_hash(files[:1], data) != before
     with monkeypatch.context() as patch:
-        patch.setattr("frameworm.data.cache.hash_files", never)
+        patch.setattr("frameworm.data.corpora.cache.hash_files", never)
         assert cache.content_hash(files, data) == before
     files[1].write_text("changed")
     after = cache.content_hash(files, data)
