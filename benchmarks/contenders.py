@@ -62,7 +62,7 @@ def monitored_loop(
 ) -> None:
     """The bare loop, watched: every phase of every step timed and written down, and the machine looked at."""
     from frameworm import PerformanceMonitor
-    from frameworm.observe.system import SystemSampler
+    from frameworm.observe.system.sampler import SystemSampler
 
     log = LossLog(case.device)
     model.train()

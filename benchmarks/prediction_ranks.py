@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from frameworm.observe.gradient_times import LAST_STEP, GradientWatch
-from frameworm.observe.phases import BACKWARD, FORWARD
+from frameworm.observe.clocks.gradient_times import LAST_STEP, GradientWatch
+from frameworm.observe.clocks.phases import BACKWARD, FORWARD
 
 # Width and number of layers, and the batch of one that computes or the seconds of a micro-batch of one that sleeps.
 KINDS: dict[str, dict[str, Any]] = {

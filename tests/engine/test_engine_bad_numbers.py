@@ -20,7 +20,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.engine import loop
 from frameworm.engine.spikes import FEWEST, SpikeWatch, spike_begins
 from frameworm.errors import BadNumbersError, DataError
-from frameworm.observe import phases
+from frameworm.observe.clocks import phases
 from frameworm.records.writer import read_steps
 
 

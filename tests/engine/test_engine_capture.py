@@ -25,8 +25,8 @@ from frameworm.engine.step import TrainStep
 from frameworm.engine.trial import TRIAL_STEPS
 from frameworm.engine.update import Update
 from frameworm.errors import ConfigError, DeviceError
-from frameworm.observe.device_clock import MAX_STEPS_AHEAD
-from frameworm.observe.phases import HostClock
+from frameworm.observe.clocks.device_clock import MAX_STEPS_AHEAD
+from frameworm.observe.clocks.phases import HostClock
 from frameworm.parallel.strategy import Strategy
 
 CPU = torch.device("cpu")

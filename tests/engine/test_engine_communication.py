@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workbench import Sequences, Steps, classification, make_optimizer, mlp, parameters
 
 from frameworm import RunRecord, Trainer
-from frameworm.observe import phases, ranks
+from frameworm.observe.clocks import phases, ranks
 from frameworm.parallel import replicated
 from frameworm.parallel.replicated import DDPStrategy
 from frameworm.records.schema import StepRecord

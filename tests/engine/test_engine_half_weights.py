@@ -18,7 +18,7 @@ from frameworm.engine.step import TrainStep
 from frameworm.engine.update import Update
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
-from frameworm.observe.phases import HostClock
+from frameworm.observe.clocks.phases import HostClock
 from frameworm.parallel.strategy import Strategy
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ import torch
 
 from frameworm.distributed import PerformanceMonitor
 from frameworm.errors import DeviceError
-from frameworm.observe import device_timer
 from frameworm.observe import monitor as monitor_module
+from frameworm.observe.clocks import device_timer
 from frameworm.records.events import Events
 from frameworm.records.schema import Batch, Finding, Remedy, RunRecord, StepRecord
 from frameworm.records.writer import read_steps

@@ -83,7 +83,7 @@ def profile(
 
 
 def _print_nsys() -> None:
-    from frameworm.observe.nvtx import nsys_command
+    from frameworm.observe.clocks.nvtx import nsys_command
 
     print(f"frameworm: to see the ranges: {nsys_command(['frameworm', *sys.argv[1:]])}", file=sys.stderr)
 
@@ -207,7 +207,7 @@ def _judge(record: RunRecord, folder: RunFolder) -> None:
 
 
 def _diagnose_trace(path: Path, as_json: bool) -> None:
-    from frameworm.observe.trace import read_trace
+    from frameworm.observe.trace.read import read_trace
     from frameworm.report.run.trace_text import render_trace
 
     summary = read_trace(path)

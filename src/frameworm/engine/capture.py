@@ -26,7 +26,7 @@ from frameworm.engine.static_batch import StaticInputs, own_copy, signature
 from frameworm.engine.step import StepResult, TrainStep
 from frameworm.engine.trial import DeviceState, disagreement, try_steps
 from frameworm.errors import DeviceError
-from frameworm.observe.phases import StepClock
+from frameworm.observe.clocks.phases import StepClock
 from frameworm.parallel.strategy import Strategy
 
 log = logging.getLogger("frameworm")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import GPUConfig
-from frameworm.observe.compiling import compilation_since, compilations_so_far
+from frameworm.observe.clocks.compiling import compilation_since, compilations_so_far
 from frameworm.records.schema import Compilation
 
 

@@ -10,7 +10,7 @@ import torch
 
 Mark = Callable[[str], None]
 
-KEPT_STEPS = 64  # more than a host is ever ahead of its device; see observe/device_clock.py
+KEPT_STEPS = 64  # more than a host is ever ahead of its device; see observe/clocks/device_clock.py
 
 
 class CaptureError(Exception):

@@ -21,8 +21,8 @@ from frameworm.engine.spikes import SpikeWatch
 from frameworm.engine.state import TrainingState
 from frameworm.engine.step import TrainStep
 from frameworm.launch.stopping import StopAgreement
-from frameworm.observe.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
-from frameworm.observe.ranks import RankWatch
+from frameworm.observe.clocks.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
+from frameworm.observe.clocks.ranks import RankWatch
 from frameworm.records.events import Events
 from frameworm.records.schema import EpochRecord, StepRecord
 

@@ -29,7 +29,7 @@ from frameworm.engine.update import Update
 from frameworm.errors import OutOfMemoryError, TrainingFailedError
 from frameworm.launch.failures import is_consequence
 from frameworm.launch.stores import Store
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, VALIDATION
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, VALIDATION
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.schema import Batch
 

@@ -55,12 +55,12 @@ from frameworm.launch.process_group import (
 )
 from frameworm.launch.reports import RankReports
 from frameworm.launch.stopping import StopAgreement, StopRequest
-from frameworm.observe.communication import recorded
-from frameworm.observe.device_clock import make_clock
-from frameworm.observe.gradient_times import GradientWatch, unseen_because, watched
-from frameworm.observe.ranks import RankWatch
-from frameworm.observe.system import make_sampler
-from frameworm.observe.windows import Windows
+from frameworm.observe.clocks.communication import recorded
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.gradient_times import GradientWatch, unseen_because, watched
+from frameworm.observe.clocks.ranks import RankWatch
+from frameworm.observe.clocks.windows import Windows
+from frameworm.observe.system.sampler import make_sampler
 from frameworm.records.atomic import not_world_writable
 from frameworm.records.events import Events
 from frameworm.records.schema import CheckpointStatistics, RunRecord

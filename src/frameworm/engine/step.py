@@ -20,7 +20,7 @@ from frameworm.engine.loss import LossFunction
 from frameworm.engine.precision import Precision
 from frameworm.engine.update import Update
 from frameworm.errors import ModelError
-from frameworm.observe.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
+from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
 
 if TYPE_CHECKING:

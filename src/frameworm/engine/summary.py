@@ -16,8 +16,8 @@ from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.engine.progress import Progress
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
-from frameworm.observe.phases import COMMUNICATION_EXPOSED
-from frameworm.observe.ranks import RankWatch
+from frameworm.observe.clocks.phases import COMMUNICATION_EXPOSED
+from frameworm.observe.clocks.ranks import RankWatch
 from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.observations import RankSummary

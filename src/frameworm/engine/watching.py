@@ -15,7 +15,7 @@ from frameworm.launch.failures import report_error
 from frameworm.launch.process_group import is_distributed, setup_ddp
 from frameworm.launch.stores import Store
 from frameworm.launch.watchdog import Watchdog
-from frameworm.observe import phases
+from frameworm.observe.clocks import phases
 from frameworm.records.atomic import write_atomic
 
 _FOLDERS = {"data": phases.DATA_WAIT}

@@ -26,8 +26,8 @@ from frameworm.records.writer import JsonLinesWriter
 if TYPE_CHECKING:
     from frameworm.observe.attach_hooks import Patches
     from frameworm.observe.attach_watch import Watch
-    from frameworm.observe.system import SystemSampler
-    from frameworm.observe.windows import TraceWindow
+    from frameworm.observe.clocks.windows import TraceWindow
+    from frameworm.observe.system.sampler import SystemSampler
 
 SYSTEM_INTERVAL_S = 1.0
 
@@ -144,7 +144,7 @@ class Attachment:
                 self._watch.left_out.add(number + 1)
 
     def _begin_sampling(self) -> None:
-        from frameworm.observe.system import SystemSampler
+        from frameworm.observe.system.sampler import SystemSampler
 
         watch = self._watch
         assert watch is not None
@@ -170,7 +170,7 @@ class Attachment:
     def _prepare_window(self) -> None:
         import torch
 
-        from frameworm.observe.windows import TraceWindow
+        from frameworm.observe.clocks.windows import TraceWindow
 
         assert self._watch is not None
         device = torch.device(self._watch.facts.get("device", "cpu"))
@@ -223,7 +223,7 @@ class Attachment:
         with contextlib.suppress(Exception):
             # Asking imports the compiler: only where the script has done so.
             if "torch._dynamo.utils" in sys.modules:
-                from frameworm.observe.compiling import compilation_since
+                from frameworm.observe.clocks.compiling import compilation_since
 
                 compilation = compilation_since()
                 around.compilation = compilation if compilation.time_s else None

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from frameworm.observe.attach_hooks import Patches, keep_compiler_out
 from frameworm.observe.attach_watch import Watch
-from frameworm.observe.phases import TRANSFER
+from frameworm.observe.clocks.phases import TRANSFER
 
 _Function = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 
 from frameworm.observe.attach_steps import COMMUNICATION
 from frameworm.observe.attach_watch import Watch
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
 
 _Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import sys
 from frameworm.observe.attach_hooks import Patches, phase_of_its_own
 from frameworm.observe.attach_script import AfterImport
 from frameworm.observe.attach_watch import Watch
-from frameworm.observe.phases import CHECKPOINT
+from frameworm.observe.clocks.phases import CHECKPOINT
 
 # What saves in each module.
 SAVES: dict[str, tuple[str, ...]] = {

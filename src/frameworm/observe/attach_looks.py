@@ -19,7 +19,7 @@ from types import FrameType
 
 from frameworm.observe.attach_frames import COMPUTING, DEVICE, FrameReader, Spot, work_at
 from frameworm.observe.attach_timeline import Stretches
-from frameworm.observe.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
+from frameworm.observe.clocks.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
 from frameworm.records.observations import OtherTime, Place
 
 INTERVAL_S, IDLE_INTERVAL_S = 0.01, 0.2

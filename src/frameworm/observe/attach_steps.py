@@ -12,7 +12,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from frameworm.observe.attach_timeline import Stretches, Timeline
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, OTHER, TRANSFER, VALIDATION
+from frameworm.observe.clocks.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    TRANSFER,
+    VALIDATION,
+)
 
 COMMUNICATION = "communication_exposed"
 # A model that only infers: part of the step (a teacher, a frozen encoder) or a validation, which the next call tells.

@@ -18,8 +18,8 @@ import torch
 from frameworm.observe.attach_looks import Looks
 from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.observe.attach_timeline import OWN, Stretches
-from frameworm.observe.nvtx import LiveRanges
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, FORWARD, OTHER, VALIDATION
+from frameworm.observe.clocks.nvtx import LiveRanges
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 

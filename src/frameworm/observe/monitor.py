@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TextIO
@@ -17,15 +18,48 @@ from typing import ClassVar, TextIO
 import torch
 import torch.distributed as dist
 
+from frameworm.diagnose.rules import apply_judgement, judge
 from frameworm.hardware.fingerprint import environment_fingerprint
-from frameworm.observe.device_timer import DeviceTimer, PendingStep, choose_observed
-from frameworm.observe.metric_names import TOTAL, divide_metrics, join_metrics, judged
+from frameworm.observe.clocks.device_timer import DeviceTimer, PendingStep, choose_observed
 from frameworm.records.events import Listener
 from frameworm.records.outliers import MOST_KEPT
 from frameworm.records.schema import PHASES, Batch, RunRecord, StepRecord
 from frameworm.records.statistics import Spread, StepAggregate
 from frameworm.records.writer import JsonLinesWriter
 from frameworm.report.run.measurements import render_metrics
+
+TOTAL = "total_time"
+METRIC_OF_PHASE = {phase: f"{phase}_time" for phase in PHASES} | {
+    "data_wait": "data_loading_time",
+    "communication_exposed": "communication_time",
+}
+PHASE_OF_METRIC = {metric: phase for phase, metric in METRIC_OF_PHASE.items()} | {phase: phase for phase in PHASES}
+
+
+def join_metrics(step: StepRecord) -> dict[str, float]:
+    """All times of a step under the names of metrics."""
+    phases = {METRIC_OF_PHASE.get(phase, phase): seconds for phase, seconds in step.phases.items()}
+    return {**phases, **step.metrics, TOTAL: step.step_s}
+
+
+def divide_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The phases among metrics, and the others; the total is neither."""
+    phases: dict[str, float] = {}
+    others: dict[str, float] = {}
+    for name, seconds in metrics.items():
+        phase = PHASE_OF_METRIC.get(name)
+        if phase is not None:
+            phases[phase] = phases.get(phase, 0.0) + seconds
+        elif name != TOTAL:
+            others[name] = seconds
+    return phases, others
+
+
+def judged(record: RunRecord) -> RunRecord:
+    """The record with verdict and findings."""
+    apply_judgement(record, judge(record))
+    return record
+
 
 # No host is this far ahead of its device: waiting for the oldest of so many steps is no wait.
 MOST_IN_FLIGHT = 256

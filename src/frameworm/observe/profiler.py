@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from frameworm.errors import DeviceError, StateError
-from frameworm.observe.device_timer import DeviceTimer, choose_observed
+from frameworm.observe.clocks.device_timer import DeviceTimer, choose_observed
 from frameworm.observe.profiler_window import ProfilerWindow
 from frameworm.report.run.measurements import render_scopes
 

@@ -21,7 +21,7 @@ from frameworm.hardware.devices import choose_device
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.environment import detect
 from frameworm.launch.process_group import is_distributed, setup_ddp
-from frameworm.observe.phases import Timed
+from frameworm.observe.clocks.phases import Timed
 from frameworm.records.account import StepAccount
 from frameworm.records.schema import Batch, Communication, Remedy, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate

@@ -24,9 +24,9 @@ from frameworm.engine.schedule import NoSchedule
 from frameworm.engine.step import TrainStep
 from frameworm.engine.update import Update
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
-from frameworm.observe.communication import recorded
-from frameworm.observe.device_clock import make_clock
-from frameworm.observe.phases import DATA_WAIT, OTHER, Timed
+from frameworm.observe.clocks.communication import recorded
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.phases import DATA_WAIT, OTHER, Timed
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.strategy import Strategy
 from frameworm.tune.loader_copy import batches_ahead, end_workers

@@ -17,7 +17,7 @@ import torch
 
 from frameworm.data.prefetch import batch_size_of, tensors_in
 from frameworm.data.steps import StepBatch
-from frameworm.observe.phases import Timed
+from frameworm.observe.clocks.phases import Timed
 from frameworm.tune.bench import Bench, Feed, mean_step_s
 
 AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST = "as_is", "same_batch", "no_sync", "autocast"

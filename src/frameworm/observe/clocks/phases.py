@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from frameworm.observe.communication import BucketRecorder, StepCommunication
+from frameworm.observe.clocks.communication import BucketRecorder, StepCommunication
 
 DATA_WAIT = "data_wait"
 TRANSFER = "transfer"

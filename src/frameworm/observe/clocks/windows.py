@@ -16,10 +16,10 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from frameworm.config.schema import ObserveConfig
 from frameworm.errors import FramewormError
-from frameworm.observe.communication import BucketRecorder
-from frameworm.observe.nvtx import REPLAY, STEP, PhaseRanges, nvtx_functions
-from frameworm.observe.phases import StepClock, Timed
-from frameworm.observe.trace import read_trace
+from frameworm.observe.clocks.communication import BucketRecorder
+from frameworm.observe.clocks.nvtx import REPLAY, STEP, PhaseRanges, nvtx_functions
+from frameworm.observe.clocks.phases import StepClock, Timed
+from frameworm.observe.trace.read import read_trace
 from frameworm.records.atomic import replacing, write_atomic
 
 log = logging.getLogger("frameworm")

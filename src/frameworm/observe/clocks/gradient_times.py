@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frameworm.observe.phases import BACKWARD, FORWARD
+from frameworm.observe.clocks.phases import BACKWARD, FORWARD
 from frameworm.records.gradients import GradientTime, GradientTimes
 
 FIRST_STEP = 4  # the first ones pay for memory, threads and compiling

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm import Trainer
-from frameworm.observe.nvtx import PhaseRanges, nvtx_functions
-from frameworm.observe.trace import read_trace
+from frameworm.observe.clocks.nvtx import PhaseRanges, nvtx_functions
+from frameworm.observe.trace.read import read_trace
 from frameworm.records.trace import DeviceTime, TraceSummary
 from frameworm.report.run.trace_text import render_trace
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from frameworm.observe.intervals import Intervals, Times
-from frameworm.observe.trace_events import COPY, KERNEL, MEMSET, RUNTIME, TraceEvents
+from frameworm.observe.trace.events import COPY, KERNEL, MEMSET, RUNTIME, TraceEvents
+from frameworm.observe.trace.intervals import Intervals, Times
 from frameworm.records.trace import WAIT_CAUSES, CopyFigures, DeviceTime, KernelFigures, LaunchFigures
 
 TINY_KERNEL_S = 5e-6  # about what one launch costs the host: a stream of shorter kernels cannot be kept full

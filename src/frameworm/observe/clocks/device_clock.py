@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from frameworm.observe.communication import Backward, BucketRecorder, StepCommunication
-from frameworm.observe.phases import (
+from frameworm.observe.clocks.communication import Backward, BucketRecorder, StepCommunication
+from frameworm.observe.clocks.phases import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION_EXPOSED,

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from frameworm.errors import DataError
-from frameworm.observe import trace_events
-from frameworm.observe.intervals import Intervals
-from frameworm.observe.trace import read_trace
-from frameworm.observe.trace_device import matmul_kind
+from frameworm.observe.trace import events as trace_events
+from frameworm.observe.trace.device import matmul_kind
+from frameworm.observe.trace.intervals import Intervals
+from frameworm.observe.trace.read import read_trace
 from frameworm.records.trace import WAIT_CAUSES, TraceSummary
 from frameworm.report.run.trace_text import render_trace
 
@@ -497,7 +497,7 @@ def test_a_real_trace_of_the_cpu(tmp_path: Path) -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = busy_trace().write(tmp_path / "trace.json")
     code = (
-        "import sys\nfrom frameworm.observe.trace import read_trace\n"
+        "import sys\nfrom frameworm.observe.trace.read import read_trace\n"
         f"from frameworm.report.run.trace_text import render_trace\nprint(render_trace(read_trace({str(path)!r})))\n"
         "assert 'torch' not in sys.modules"
     )

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from frameworm.observe.intervals import Intervals
-from frameworm.observe.trace_device import (
+from frameworm.observe.trace.device import (
     MICROSECOND,
     DeviceSpans,
     DeviceTrace,
@@ -21,8 +20,9 @@ from frameworm.observe.trace_device import (
     launch_figures,
     launch_latency,
 )
-from frameworm.observe.trace_events import KERNEL, OPERATOR, TraceEvents, read_events
-from frameworm.observe.trace_host import HostSpans, kernels_by_time, nest, operators, ranges, threads
+from frameworm.observe.trace.events import KERNEL, OPERATOR, TraceEvents, read_events
+from frameworm.observe.trace.host import HostSpans, kernels_by_time, nest, operators, ranges, threads
+from frameworm.observe.trace.intervals import Intervals
 from frameworm.records.trace import HostTime, TraceStep, TraceSummary
 
 _CUDA, _CPU = 1, 0

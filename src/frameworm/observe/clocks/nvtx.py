@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, OTHER, VALIDATION
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OPTIMIZER, OTHER, VALIDATION
 
 REPLAY = "captured step"
 STEP = "step"

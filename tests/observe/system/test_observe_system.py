@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from frameworm.hardware.nvml import GpuState
-from frameworm.observe import host_sources, system
-from frameworm.observe.host_sources import Family, Machine
-from frameworm.observe.system import NoSampler, SystemSampler, make_sampler
+from frameworm.observe.system import host_sources
+from frameworm.observe.system import sampler as system
+from frameworm.observe.system.host_sources import Family, Machine
+from frameworm.observe.system.sampler import NoSampler, SystemSampler, make_sampler
 from frameworm.records.samples import read_samples
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from frameworm.hardware.nvml import GpuState, open_gpu
-from frameworm.observe.host_sources import Family, FamilyState, Machine, MachineState
+from frameworm.observe.system.host_sources import Family, FamilyState, Machine, MachineState
 from frameworm.records.observations import SystemSample, SystemSummary
 from frameworm.records.samples import sample_line
 from frameworm.records.system_figures import SystemFigures

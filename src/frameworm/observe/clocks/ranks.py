@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frameworm.observe.communication import MEAN_AFTER_STEPS, BucketMeans, StepCommunication
+from frameworm.observe.clocks.communication import MEAN_AFTER_STEPS, BucketMeans, StepCommunication
 from frameworm.records.observations import Bucket
 from frameworm.records.schema import StepRecord
 

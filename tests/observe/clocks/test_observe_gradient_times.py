@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frameworm.observe.gradient_times import FIRST_STEP, LAST_STEP, GradientWatch, unseen_because, watched
-from frameworm.observe.phases import BACKWARD, FORWARD
+from frameworm.observe.clocks.gradient_times import FIRST_STEP, LAST_STEP, GradientWatch, unseen_because, watched
+from frameworm.observe.clocks.phases import BACKWARD, FORWARD
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from frameworm.observe import device_clock
-from frameworm.observe.communication import _Sent
-from frameworm.observe.device_clock import DIVIDE_EVERY, GROUP_STEPS, CudaClock
-from frameworm.observe.phases import (
+from frameworm.observe.clocks import device_clock
+from frameworm.observe.clocks.communication import _Sent
+from frameworm.observe.clocks.device_clock import DIVIDE_EVERY, GROUP_STEPS, CudaClock
+from frameworm.observe.clocks.phases import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION_EXPOSED,

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from frameworm.observe import phases
-from frameworm.observe.device_clock import make_clock
-from frameworm.observe.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, TRANSFER, HostClock
+from frameworm.observe.clocks import phases
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, TRANSFER, HostClock
 
 
 def test_times_go_to_the_phase_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:

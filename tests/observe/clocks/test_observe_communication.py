@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from frameworm.observe.communication import (
+from frameworm.observe.clocks.communication import (
     Backward,
     BucketMeans,
     BucketRecorder,
@@ -17,7 +17,7 @@ from frameworm.observe.communication import (
     recorded,
     union_s,
 )
-from frameworm.observe.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, HostClock
+from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, HostClock
 from frameworm.records.observations import Bucket
 
 

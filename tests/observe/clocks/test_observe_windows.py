@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm import Callback, RunRecord, Trainer
 from frameworm.config.schema import ObserveConfig
-from frameworm.observe import windows
-from frameworm.observe.device_clock import make_clock
-from frameworm.observe.nvtx import LiveRanges, PhaseRanges, nsys_command, nvtx_functions
-from frameworm.observe.trace import read_trace
-from frameworm.observe.windows import Windows, choose_schedule
+from frameworm.observe.clocks import windows
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.nvtx import LiveRanges, PhaseRanges, nsys_command, nvtx_functions
+from frameworm.observe.clocks.windows import Windows, choose_schedule
+from frameworm.observe.trace.read import read_trace
 from frameworm.records.schema import StepRecord
 from frameworm.records.trace import TraceSummary
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from frameworm.observe.intervals import Intervals
-from frameworm.observe.trace_events import ASYNCHRONOUS, MEMORY, OPERATOR, RANGE, RUNTIME, TraceEvents
+from frameworm.observe.trace.events import ASYNCHRONOUS, MEMORY, OPERATOR, RANGE, RUNTIME, TraceEvents
+from frameworm.observe.trace.intervals import Intervals
 from frameworm.records.trace import OperatorTime, ThreadTime
 
 MICROSECOND = 1e-6

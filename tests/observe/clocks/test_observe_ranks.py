@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from frameworm.observe.communication import Meeting, StepCommunication
-from frameworm.observe.ranks import MOST_STEPS, RankClocks, RankWatch, Stragglers
+from frameworm.observe.clocks.communication import Meeting, StepCommunication
+from frameworm.observe.clocks.ranks import MOST_STEPS, RankClocks, RankWatch, Stragglers
 from frameworm.records.observations import Bucket
 from frameworm.records.schema import StepRecord
 
@@ -95,7 +95,7 @@ def _record(step: int, step_s: float) -> StepRecord:
 
 def _watch(rank: int, world_size: int, skew_s: float, behind: int) -> Any:
     """Made-up steps: rank 1 is ready 30 ms later; its clock is ahead. Some steps nobody divided."""
-    from frameworm.observe import ranks
+    from frameworm.observe.clocks import ranks
 
     if rank == 1:
         clock = ranks.perf_counter
