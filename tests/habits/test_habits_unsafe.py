@@ -180,8 +180,8 @@ def test_a_process_does_not_follow_a_link_in_the_place_of_a_note(
 def test_a_rank_of_profile_does_not_follow_a_link_in_the_place_of_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from frameworm.attach.ranks import SharedFolder
     from frameworm.launch.environment import ProcessInfo
-    from frameworm.observe.attach_ranks import SharedFolder
 
     (tmp_path / "notes").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "notes"))

@@ -16,7 +16,7 @@ from frameworm.cli.tune import parse_duration
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
-    from frameworm.observe.attach import Attachment
+    from frameworm.attach.attach import Attachment
     from frameworm.records.schema import RunRecord
     from frameworm.records.store import RunFolder
 
@@ -72,7 +72,7 @@ def profile(
     assert script is not None
     if settings:
         raise EnvironmentSetupError("--set changes a config; give the script's own options after the script")
-    from frameworm.observe.attach import Attachment
+    from frameworm.attach.attach import Attachment
 
     attachment = Attachment(script, out=out, steps=steps, nvtx=nvtx, trace=trace)
     if nvtx and attachment.process.rank == 0:
@@ -178,7 +178,7 @@ def diagnose(
 
 def _stored_record(folder: RunFolder) -> RunRecord:
     """The summary of a run, or what can be said from the steps of one that was cut short."""
-    from frameworm.observe.attach_record import Surroundings, record_of
+    from frameworm.attach.record import Surroundings, record_of
 
     if folder.summary_json.exists():
         record = folder.read_summary()
@@ -193,10 +193,10 @@ def _stored_record(folder: RunFolder) -> RunRecord:
 
 
 def _judge(record: RunRecord, folder: RunFolder) -> None:
+    from frameworm.attach.record import all_steps, stored_trace
     from frameworm.config.load import load_config
     from frameworm.diagnose.rules import apply_judgement, judge, keep_shown
     from frameworm.errors import FramewormError
-    from frameworm.observe.attach_record import all_steps, stored_trace
 
     config = None
     if folder.config.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from frameworm.errors import EnvironmentSetupError
 
 INTERRUPTED = 130
 
-_OWN_FILES = (str(Path(__file__).with_name("attach")), str(Path(__file__).with_name("attach_")))
+_OWN_FILES = f"{Path(__file__).parent}{os.sep}"
 
 
 class Ending(NamedTuple):

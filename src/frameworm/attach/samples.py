@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from frameworm.observe.attach_frames import COMPUTING, DEVICE, FrameReader, Spot, work_at
-from frameworm.observe.attach_timeline import Stretches
+from frameworm.attach.frames import COMPUTING, DEVICE, FrameReader, Spot, work_at
+from frameworm.attach.timeline import Stretches
 from frameworm.observe.clocks.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
 from frameworm.records.observations import OtherTime, Place
 

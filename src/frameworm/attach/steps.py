@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from frameworm.observe.attach_timeline import Stretches, Timeline
+from frameworm.attach.timeline import Stretches, Timeline
 from frameworm.observe.clocks.phases import (
     BACKWARD,
     CHECKPOINT,

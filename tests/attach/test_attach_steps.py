@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from frameworm.observe.attach_hooks import install
-from frameworm.observe.attach_watch import Watch, leading_size
+from frameworm.attach.hooks import install
+from frameworm.attach.watch import Watch, leading_size
 from frameworm.records.schema import PHASES, StepRecord
 
 pytestmark = pytest.mark.timing

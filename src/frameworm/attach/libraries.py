@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 
-from frameworm.observe.attach_hooks import Patches, phase_of_its_own
-from frameworm.observe.attach_script import AfterImport
-from frameworm.observe.attach_watch import Watch
+from frameworm.attach.hooks import Patches, phase_of_its_own
+from frameworm.attach.script import AfterImport
+from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import CHECKPOINT
 
 # What saves in each module.

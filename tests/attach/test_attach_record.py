@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from frameworm.attach import ranks as attach_ranks
+from frameworm.attach.ranks import SharedFolder
+from frameworm.attach.record import Surroundings, judge_record, record_of
+from frameworm.attach.script import without_own_frames
 from frameworm.errors import RunFolderError
 from frameworm.launch.environment import ProcessInfo
-from frameworm.observe import attach_ranks
-from frameworm.observe.attach_ranks import SharedFolder
-from frameworm.observe.attach_record import Surroundings, judge_record, record_of
-from frameworm.observe.attach_script import without_own_frames
 from frameworm.records.schema import Compilation, StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import step_line

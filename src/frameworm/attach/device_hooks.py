@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from frameworm.observe.attach_hooks import Patches, keep_compiler_out
-from frameworm.observe.attach_watch import Watch
+from frameworm.attach.hooks import Patches, keep_compiler_out
+from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import TRANSFER
 
 _Function = Callable[..., Any]

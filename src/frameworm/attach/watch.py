@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from frameworm.observe.attach_looks import Looks
-from frameworm.observe.attach_steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
-from frameworm.observe.attach_timeline import OWN, Stretches
+from frameworm.attach.samples import Looks
+from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
+from frameworm.attach.timeline import OWN, Stretches
 from frameworm.observe.clocks.nvtx import LiveRanges
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-import frameworm.observe.attach_hooks as attach_hooks
-from frameworm.observe import attach_looks
-from frameworm.observe.attach_frames import FrameReader, Spot, called_names, work_at
-from frameworm.observe.attach_looks import Looks
-from frameworm.observe.attach_timeline import Mark, Stretches
+import frameworm.attach.hooks as attach_hooks
+from frameworm.attach import samples as attach_looks
+from frameworm.attach.frames import FrameReader, Spot, called_names, work_at
+from frameworm.attach.samples import Looks
+from frameworm.attach.timeline import Mark, Stretches
 
 SCRIPT = "/project/train.py"
 STANDARD = sysconfig.get_path("stdlib")

@@ -16,16 +16,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frameworm.attach.ranks import SharedFolder, who_am_i
+from frameworm.attach.record import Surroundings, judge_record, record_of
+from frameworm.attach.script import AfterImport, Ending, check_script, run_script
 from frameworm.errors import FramewormError, RunFolderError
-from frameworm.observe.attach_ranks import SharedFolder, who_am_i
-from frameworm.observe.attach_record import Surroundings, judge_record, record_of
-from frameworm.observe.attach_script import AfterImport, Ending, check_script, run_script
 from frameworm.records.schema import Memory, RunRecord
 from frameworm.records.writer import JsonLinesWriter
 
 if TYPE_CHECKING:
-    from frameworm.observe.attach_hooks import Patches
-    from frameworm.observe.attach_watch import Watch
+    from frameworm.attach.hooks import Patches
+    from frameworm.attach.watch import Watch
     from frameworm.observe.clocks.windows import TraceWindow
     from frameworm.observe.system.sampler import SystemSampler
 
@@ -117,9 +117,9 @@ class Attachment:
     def _attach(self) -> None:
         """The script has imported torch: begin to watch. Nothing that fails here may reach the script."""
         try:
-            from frameworm.observe.attach_hooks import install
-            from frameworm.observe.attach_libraries import watch_libraries
-            from frameworm.observe.attach_watch import Watch
+            from frameworm.attach.hooks import install
+            from frameworm.attach.libraries import watch_libraries
+            from frameworm.attach.watch import Watch
 
             folder = self._shared.find()
             self._writer = JsonLinesWriter(folder.steps(self.process.rank))
@@ -158,7 +158,7 @@ class Attachment:
         self._sampler.start()
 
     def _begin_looking(self) -> None:
-        from frameworm.observe.attach_looks import Looks
+        from frameworm.attach.samples import Looks
 
         watch = self._watch
         assert watch is not None

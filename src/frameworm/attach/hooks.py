@@ -22,8 +22,8 @@ import torch.optim
 import torch.utils.data.dataloader as dataloader
 from torch.compiler import is_dynamo_compiling
 
-from frameworm.observe.attach_steps import COMMUNICATION
-from frameworm.observe.attach_watch import Watch
+from frameworm.attach.steps import COMMUNICATION
+from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
 
 _Function = Callable[..., Any]
@@ -110,7 +110,7 @@ def install(watch: Watch) -> Patches:
         patches.set(builtins, "print", functools.partial(_logging, watch))
         patches.set(logging.Logger, "handle", functools.partial(_logging, watch))
         if torch.version.cuda is not None or torch.version.hip is not None:
-            from frameworm.observe.attach_device_hooks import install_device_hooks
+            from frameworm.attach.device_hooks import install_device_hooks
 
             install_device_hooks(patches, watch)
     except BaseException:

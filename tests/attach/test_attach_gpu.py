@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from frameworm.observe.attach_hooks import Patches, install
-from frameworm.observe.attach_watch import Watch
+from frameworm.attach.hooks import Patches, install
+from frameworm.attach.watch import Watch
 from frameworm.records.schema import PHASES, StepRecord
 
 pytestmark = [
