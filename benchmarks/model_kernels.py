@@ -65,7 +65,7 @@ def drawn(*sizes: int, device: torch.device) -> Tensor:
 
 def norm(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     """Layer norm's backward."""
-    from frameworm.models import norm_kernels
+    from frameworm.models.kernels import norm as norm_kernels
     from frameworm.models.stream_norm import norm_backward_in_steps
 
     rows, width = (16, 64) if small else (65_536, 768)
@@ -149,7 +149,8 @@ def short(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
 
 def loss(small: bool, device: torch.device) -> dict[str, dict[str, Work]]:
     """Softmax and its gradient over the logits; the gradient of a gradient is as good to time."""
-    from frameworm.models import kernels, linear_loss
+    from frameworm.models import linear_loss
+    from frameworm.models.kernels import cross_entropy as kernels
 
     rows, words = (2, 9_000) if small else (9_472, 50_304)
     logits = drawn(rows, words, device=device)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from half_precision import assert_as_near
 from torch import Tensor, nn
 
-from frameworm.models import cublas_lt
 from frameworm.models import feed_forward as module
-from frameworm.models.cublas_plan import Ending
 from frameworm.models.feed_forward import feed_forward
+from frameworm.models.kernels import cublas_lt
+from frameworm.models.kernels.cublas_plan import Ending
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 Function = Callable[[Tensor, nn.Linear, nn.Linear], Tensor]

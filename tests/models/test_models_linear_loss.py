@@ -203,7 +203,7 @@ def test_chunks_are_bounded(tokens: int, vocabulary: int, chunk: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", [5, 64, 9000, 50_304])
 def test_kernel_equals_torchs_operations(dtype: torch.dtype, vocabulary: int) -> None:
-    from frameworm.models.kernels import cross_entropy_rows
+    from frameworm.models.kernels.cross_entropy import cross_entropy_rows
 
     torch.manual_seed(0)
     logits = (torch.randn(33, vocabulary, device=DEVICE) * 4).to(dtype)

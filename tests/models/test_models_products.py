@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from half_precision import assert_as_near
 from torch import Tensor, nn
 
-from frameworm.models import cublas_lt, cublas_plan, products
-from frameworm.models.cublas_lt import multiply
-from frameworm.models.cublas_plan import Ending
+from frameworm.models import products
+from frameworm.models.kernels import cublas_lt, cublas_plan
+from frameworm.models.kernels.cublas_lt import multiply
+from frameworm.models.kernels.cublas_plan import Ending
 from frameworm.models.products import linear
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

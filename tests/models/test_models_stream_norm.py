@@ -81,7 +81,7 @@ def test_not_without_a_gpu() -> None:
 @pytest.mark.usefixtures("interpreted_kernels")
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (7, 24), (37, 64), (300, 768)])
 def test_the_kernel(rows: int, width: int) -> None:
-    from frameworm.models.norm_kernels import norm_backward
+    from frameworm.models.kernels.norm import norm_backward
 
     torch.manual_seed(rows)
     gradient, stream, inputs = (torch.randn(rows, width, device=DEVICE) for _ in range(3))

@@ -71,8 +71,8 @@ def causal_attention(heads: Tensor, bias: Tensor) -> Tensor:
 )
 def _causal_attention(heads: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """What is mixed, and what backward needs of the softmax."""
-    from frameworm.models.attention_kernels import Tiles
-    from frameworm.models.causal_kernels import attend
+    from frameworm.models.kernels.attention import Tiles
+    from frameworm.models.kernels.causal import attend
 
     return attend(heads.contiguous(), Tiles(*_FORWARD_TILES))
 
@@ -86,8 +86,8 @@ def _causal_attention_backward(
     gradient: Tensor, heads: Tensor, mixed: Tensor, log_totals: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the heads, and the sums of its columns in parts: those of queries, those of keys and values."""
-    from frameworm.models.attention_kernels import Tiles
-    from frameworm.models.causal_kernels import attend_backward
+    from frameworm.models.kernels.attention import Tiles
+    from frameworm.models.kernels.causal import attend_backward
 
     tiles = Tiles(*_QUERY_TILES), Tiles(*_KEY_TILES)
     return attend_backward(gradient.contiguous(), heads.contiguous(), mixed, log_totals, *tiles)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frameworm.models import cublas_lt
-from frameworm.models.cublas_plan import Ending
+from frameworm.models.kernels import cublas_lt
+from frameworm.models.kernels.cublas_plan import Ending
 from frameworm.models.products import product, runs_here
 from frameworm.models.stream import autocast_dtype
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from frameworm.errors import ModelError
-from frameworm.models.cublas_lt import multiply
+from frameworm.models.kernels.cublas_lt import multiply
 
 LOGITS_BYTES = 2**30  # of one chunk: large enough for fast matrix products, small beside the model
 _FEWEST_TOKENS = 1024
@@ -142,7 +142,7 @@ _linear_cross_entropy.register_autograd(_backward, setup_context=_save)
 @lru_cache
 def _rows_on(device_type: str) -> Rows:
     if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from frameworm.models.kernels import cross_entropy_rows
+        from frameworm.models.kernels.cross_entropy import cross_entropy_rows
 
         return cross_entropy_rows
     return _cross_entropy_rows

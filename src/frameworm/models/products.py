@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frameworm.models import cublas_lt
-from frameworm.models.cublas_plan import Ending, fits, library
+from frameworm.models.kernels import cublas_lt
+from frameworm.models.kernels.cublas_plan import Ending, fits, library
 from frameworm.models.stream import autocast_dtype, computes_in_half
 
 _HAS_LIBRARY = library() is not None  # asked here: the compiler cannot trace the question

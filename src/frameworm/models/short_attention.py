@@ -39,7 +39,7 @@ def short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: boo
 )
 def _short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool) -> tuple[Tensor, Tensor]:
     """What is mixed, and what backward needs of the softmax."""
-    from frameworm.models.attention_kernels import Tiles, attend
+    from frameworm.models.kernels.attention import Tiles, attend
 
     return attend(heads.contiguous(), offsets.contiguous(), max_length, causal, Tiles(*_FORWARD_TILES))
 
@@ -53,7 +53,7 @@ def _short_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bo
 def _short_attention_backward(
     gradient: Tensor, heads: Tensor, mixed: Tensor, log_totals: Tensor, offsets: Tensor, max_length: int, causal: bool
 ) -> Tensor:
-    from frameworm.models.attention_kernels import Tiles, attend_backward
+    from frameworm.models.kernels.attention import Tiles, attend_backward
 
     tiles = Tiles(*_BACKWARD_TILES)
     return attend_backward(

@@ -67,7 +67,7 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the inputs, [rows, width], and in fp32 those of weight and bias and the sum of `stream`."""
     if inputs.is_cuda:
-        from frameworm.models.norm_kernels import norm_backward
+        from frameworm.models.kernels.norm import norm_backward
 
         return norm_backward(gradient.contiguous(), stream.contiguous(), inputs.contiguous(), weight, means, scales)
     return norm_backward_in_steps(gradient, stream, inputs, weight, means, scales)

@@ -8,7 +8,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from frameworm.models.attention_kernels import TO_BASE_TWO
+from frameworm.models.kernels.attention import TO_BASE_TWO
 
 # A row up to this long stays in the registers of one program: read once instead of twice.
 _LONGEST_HELD = 8192

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found, i
     TensorDescriptor,
 )
 
-from frameworm.models.attention_kernels import TO_BASE_TWO, Tiles
+from frameworm.models.kernels.attention import TO_BASE_TWO, Tiles
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frameworm.models.cublas_plan import ALIGNMENT, DTYPES, WITH_GELU, Ending, Sizes, fits, library, plan_for
+from frameworm.models.kernels.cublas_plan import ALIGNMENT, DTYPES, WITH_GELU, Ending, Sizes, fits, library, plan_for
 
 # Smaller products are left to torch, which is quicker to launch them. A choice, not a measurement.
 LARGE = 2**32  # multiplications
