@@ -56,7 +56,7 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 campaign: $(STAMP)  ## long checks, about an hour: verdicts, a thousand kills and faults, powersgd 50 times of 50, guard, fuzzing
 	@$(BIN)/python benchmarks/diagnosis.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crash_campaign.py --kills 1000
-	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_compression_hook.py -k again_and_again
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/compression/test_compression_hook.py -k again_and_again
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/guard/test_guard_real_runs.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/engine/test_engine_fuzz.py
 	@$(BIN)/python benchmarks/elastic_campaign.py --kills 20

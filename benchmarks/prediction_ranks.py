@@ -181,7 +181,7 @@ def measure(kind: str, setting: dict[str, Any], limit_s: float, most: int) -> li
 
 def probe(budget_s: float) -> dict[str, Any]:
     """The network between the ranks."""
-    from frameworm.parallel.network import probe_network
+    from frameworm.parallel.network.probe import probe_network
 
     sizes = tuple(256 * 4**power for power in range(10))
     kinds = ("all_reduce", "all_gather", "all_to_all")

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from frameworm.errors import EnvironmentSetupError, NetworkModelError
-from frameworm.parallel import network
-from frameworm.parallel.network import QUICK_COLLECTIVES, probe_network, quick_probe
+from frameworm.parallel.network import probe as network
+from frameworm.parallel.network.probe import QUICK_COLLECTIVES, probe_network, quick_probe
 from frameworm.scaling.network import COLLECTIVES, NetworkModel
 
 Ranks = Callable[..., list[Any]]

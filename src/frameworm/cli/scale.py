@@ -109,7 +109,7 @@ def _probe_here(plan: LaunchPlan, backend: str, budget_s: float, out: Path, as_j
         end_at_once_on_interrupt()
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import process_group
-    from frameworm.parallel.network import probe_network
+    from frameworm.parallel.network.probe import probe_network
 
     leads = plan.process.rank == 0
     with worker_errors(), process_group(plan.process, backend), _progress(leads) as tell:

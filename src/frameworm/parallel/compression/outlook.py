@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frameworm.parallel.compression.auto import METHODS, OFF, Outlook
 from frameworm.parallel.compression.codecs import Codec, make_codec
 from frameworm.parallel.compression.quantize import Quantizer
-from frameworm.parallel.network import quick_probe
+from frameworm.parallel.network.probe import quick_probe
 from frameworm.scaling.network import NetworkModel, bus_share
 
 SAMPLE = 2**20  # values that the codecs are timed on

@@ -18,7 +18,7 @@ from torch import nn
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "compression_network.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "compression_network.py"
 MOST = {"bf16": 0.51, "int8": 0.27, "int4": 0.145, "topk": 0.025}
 
 
