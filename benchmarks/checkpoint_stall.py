@@ -39,11 +39,11 @@ import torch.distributed as dist
 from harness import RESULTS, as_data, bootstrap_median, names_among, table, tell_progress, write_results
 from torch import nn
 
-from frameworm.engine.checkpoint import load_newest
-from frameworm.engine.checkpoint_store import CheckpointStore
-from frameworm.engine.committing import Retention
-from frameworm.engine.snapshot import Snapshot, take_snapshot
-from frameworm.engine.staging import Staging
+from frameworm.engine.checkpoint.commit import Retention
+from frameworm.engine.checkpoint.load import load_newest
+from frameworm.engine.checkpoint.snapshot import Snapshot, take_snapshot
+from frameworm.engine.checkpoint.staging import Staging
+from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
 from frameworm.parallel.strategy import Strategy

@@ -25,7 +25,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "frameworm.engine.run",
-    "frameworm.engine.memory_planner",
+    "frameworm.engine.memory.planner",
     "frameworm.parallel.sharded",
 ]
 LONGEST_REASON = 600

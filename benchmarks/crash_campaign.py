@@ -41,12 +41,12 @@ from harness import RESULTS, table, tell_progress, write_results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import frameworm.engine.staging as staging_module
-import frameworm.engine.writer as writer_module
+import frameworm.engine.checkpoint.staging as staging_module
+import frameworm.engine.checkpoint.writer_client as writer_module
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
-from frameworm.engine.checkpoint import list_checkpoints
-from frameworm.engine.state import TrainingState
+from frameworm.engine.checkpoint.load import list_checkpoints
+from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.errors import CheckpointError
 
 STEPS, EVERY, KEEP = 14, 2, 2

@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
-from frameworm.engine.dry_workload import dry_workload
-from frameworm.engine.memory_planner import MemoryPlanner
-from frameworm.engine.optimizers import build_optimizer
+from frameworm.engine.memory.dry_workload import dry_workload
+from frameworm.engine.memory.planner import MemoryPlanner
+from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "configs"

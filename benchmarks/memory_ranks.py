@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from frameworm.config.schema import Config
-from frameworm.engine.dry_workload import dry_workload
-from frameworm.engine.memory_planner import MemoryPlanner
-from frameworm.engine.optimizers import build_optimizer
+from frameworm.engine.memory.dry_workload import dry_workload
+from frameworm.engine.memory.planner import MemoryPlanner
+from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.trainer import Trainer
 from frameworm.scaling.memory_shapes import block
 

@@ -15,7 +15,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "guide.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 # What doctor says is written there.
-SOURCES = [*(DOCS.parent / "src/frameworm/diagnose").glob("*.py"), DOCS.parent / "src/frameworm/engine/fitness.py"]
+SOURCES = [
+    *(DOCS.parent / "src/frameworm/diagnose").glob("*.py"),
+    DOCS.parent / "src/frameworm/engine/memory/fitness.py",
+]
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from frameworm.engine.checkpoint_store import Capture, CheckpointStore
-from frameworm.engine.committing import Retention
-from frameworm.engine.snapshot import Snapshot, take_snapshot
-from frameworm.engine.staging import Staging
+from frameworm.engine.checkpoint.commit import Retention
+from frameworm.engine.checkpoint.snapshot import Snapshot, take_snapshot
+from frameworm.engine.checkpoint.staging import Staging
+from frameworm.engine.checkpoint.store import Capture, CheckpointStore
 from frameworm.launch.reports import RankReports
 from frameworm.parallel.shards import HeldState
 

@@ -18,7 +18,7 @@ from checkpoint_cases import fill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frameworm.engine.checkpoint import load_newest
+from frameworm.engine.checkpoint.load import load_newest
 from frameworm.errors import CheckpointError, FramewormError
 from frameworm.guard.figures import read_run
 from frameworm.guard.parting import first_parting

@@ -16,7 +16,7 @@ from workbench import Steps, classification
 
 from frameworm import Trainer
 from frameworm.data.steps import StepSource
-from frameworm.engine.state import TrainingState
+from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.records.schema import StepRecord
 from frameworm.records.writer import read_steps
 

@@ -153,7 +153,7 @@ def test_a_run_that_cannot_begin_leaves_no_thread_and_no_folder(
     def missing(path: Path) -> None:
         raise MissingPackageError("tensorboard is not installed")
 
-    monkeypatch.setattr("frameworm.engine.folder.TensorBoardSink", missing)
+    monkeypatch.setattr("frameworm.engine.run_output.TensorBoardSink", missing)
     before = _threads()
     with pytest.raises(MissingPackageError):
         train(tmp_path / "run", sinks=["jsonl", "tensorboard"])

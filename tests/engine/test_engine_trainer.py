@@ -16,7 +16,7 @@ from workbench import Steps, classification, fit, mlp, parameters
 
 from frameworm import Callback, GPUConfig, RunRecord, Trainer
 from frameworm.distributed import DistributedTrainer
-from frameworm.engine.schedule import Schedule
+from frameworm.engine.optim.schedule import Schedule
 from frameworm.errors import ConfigError, DataError, DeviceError, LossError, ModelError, StateError
 from frameworm.records.schema import EpochRecord, StepRecord
 

@@ -17,7 +17,7 @@ import pytest
 
 from conftest import kill_tree
 from frameworm.config.schema import Config
-from frameworm.engine.folder import open_output
+from frameworm.engine.run_output import open_output
 from frameworm.records.launches import read_launch, write_launch
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.yaml"

@@ -23,7 +23,7 @@ from frameworm.launch.watchdog import Beat, Heard, Watchdog, missing_ranks
 
 RANK_SCRIPT = """
 import os, sys, time
-from frameworm.engine.watching import end_process
+from frameworm.engine.faults.watchdog import end_process
 from frameworm.launch.process_group import all_reduce_sums, setup_ddp, shared_store
 from frameworm.launch.watchdog import Watchdog
 info = setup_ddp(backend="gloo", timeout_s=120)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
-from frameworm.engine.schedule import SHAPES
+from frameworm.engine.optim.schedule import SHAPES
 from frameworm.guard.drift import ROUNDING_UNITS, check_losses
 from frameworm.tune.context import apply_changes
 from frameworm.tune.live_rank import _soon

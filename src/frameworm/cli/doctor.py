@@ -14,7 +14,7 @@ import typer
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from frameworm.engine.fitness import Fitness
+    from frameworm.engine.memory.fitness import Fitness
     from frameworm.records.machine import Check, ChecklistItem, Intent, MachineFacts
 
 SCHEMA_VERSION = 1
@@ -75,7 +75,7 @@ def doctor(
         intent = Intent(nproc_per_node or around.processes, nnodes or around.nodes)
         fitness, items = None, None
         if loaded is not None:
-            from frameworm.engine.fitness import judge_fit
+            from frameworm.engine.memory.fitness import judge_fit
 
             fitness = judge_fit(loaded, facts, intent)
             intent = fitness.intent

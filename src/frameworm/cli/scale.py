@@ -174,7 +174,7 @@ def memory(
     from frameworm.config.load import load_config
 
     loaded = load_config(config, settings)
-    from frameworm.engine.memory_planner import MemoryPlanner
+    from frameworm.engine.memory.planner import MemoryPlanner
 
     with _telling() as tell:
         report = MemoryPlanner(loaded, gpus, tokens_per_sample, tell).report(memory_bytes)

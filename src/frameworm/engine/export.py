@@ -13,9 +13,9 @@ from safetensors.torch import save
 from torch import nn
 
 from frameworm.data.prefetch import move_batch
-from frameworm.engine.checkpoint import StoredCheckpoint, check_same_model, list_checkpoints, load_newest
-from frameworm.engine.committing import figure_of
-from frameworm.engine.loss import TARGET_KEYS, LossFunction
+from frameworm.engine.checkpoint.commit import figure_of
+from frameworm.engine.checkpoint.load import StoredCheckpoint, check_same_model, list_checkpoints, load_newest
+from frameworm.engine.step.loss import TARGET_KEYS, LossFunction
 from frameworm.errors import CheckpointError, ModelError, RunFolderError
 from frameworm.hardware.devices import choose_device
 from frameworm.models.workloads import Workload

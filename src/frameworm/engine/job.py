@@ -11,11 +11,11 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.steps import StepSource
-from frameworm.engine.folder import RunOutput
+from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
-from frameworm.engine.out_of_memory import Advise
-from frameworm.engine.precision import Precision
-from frameworm.engine.schedule import AnySchedule
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.schedule import AnySchedule
+from frameworm.engine.run_output import RunOutput
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import Batch

@@ -11,15 +11,15 @@ import torch
 
 from frameworm.config.schema import CheckpointConfig, EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
-from frameworm.engine.bad_numbers import BadNumbers
-from frameworm.engine.capture import CapturedStep
-from frameworm.engine.evaluation import Evaluation
+from frameworm.engine.checkpoint.progress import among_best
+from frameworm.engine.checkpoint.timed_saves import TimedSaves
+from frameworm.engine.checkpoint.training_state import TrainingState
+from frameworm.engine.faults.bad_numbers import BadNumbers
+from frameworm.engine.faults.spikes import SpikeWatch
 from frameworm.engine.gate import Gate
-from frameworm.engine.progress import among_best
-from frameworm.engine.save_times import TimedSaves
-from frameworm.engine.spikes import SpikeWatch
-from frameworm.engine.state import TrainingState
-from frameworm.engine.step import TrainStep
+from frameworm.engine.step.capture import CapturedStep
+from frameworm.engine.step.evaluation import Evaluation
+from frameworm.engine.step.step import TrainStep
 from frameworm.launch.stopping import StopAgreement
 from frameworm.observe.clocks.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
 from frameworm.observe.clocks.ranks import RankWatch

@@ -18,15 +18,15 @@ from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
-from frameworm.engine.checkpoint import check_same_model, load_newest
-from frameworm.engine.evaluation import Evaluation, evaluate
+from frameworm.engine.checkpoint.load import check_same_model, load_newest
 from frameworm.engine.export import Exported, export_compiled
+from frameworm.engine.faults.out_of_memory import Advise, planned_advice
 from frameworm.engine.gate import Gate
-from frameworm.engine.loss import LossFunction
-from frameworm.engine.optimizers import build_optimizer
-from frameworm.engine.out_of_memory import Advise, planned_advice
-from frameworm.engine.precision import Precision
-from frameworm.engine.schedule import AnySchedule, Schedule
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.optimizers import build_optimizer
+from frameworm.engine.optim.schedule import AnySchedule, Schedule
+from frameworm.engine.step.evaluation import Evaluation, evaluate
+from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.trainer import Trainer
 from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.hardware.devices import choose_device, supports_bf16

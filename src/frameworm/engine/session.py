@@ -13,26 +13,28 @@ import torch
 from frameworm.config.load import dump_config
 from frameworm.data.samples.skipping import describe
 from frameworm.data.steps import close_loader
-from frameworm.engine.activations import apply_checkpointing
-from frameworm.engine.bad_numbers import make_bad_numbers
-from frameworm.engine.capture import CapturedStep, make_recorder, on_stream
-from frameworm.engine.checkpoint import load_newest
-from frameworm.engine.checkpoint_settings import make_store
-from frameworm.engine.compilation import Compiler
-from frameworm.engine.evaluation import Evaluation, evaluate
-from frameworm.engine.half_weights import HalfWeights
-from frameworm.engine.halving import make_halving
+from frameworm.engine.checkpoint.load import load_newest
+from frameworm.engine.checkpoint.progress import Progress
+from frameworm.engine.checkpoint.store import make_store
+from frameworm.engine.checkpoint.timed_saves import make_timed_saves
+from frameworm.engine.checkpoint.training_state import TrainingState
+from frameworm.engine.faults.bad_numbers import make_bad_numbers
+from frameworm.engine.faults.out_of_memory import Explainer
+from frameworm.engine.faults.spikes import make_spikes
+from frameworm.engine.faults.split_on_oom import make_halving
+from frameworm.engine.faults.watchdog import make_watchdog
 from frameworm.engine.job import Job
 from frameworm.engine.loop import Limits, TrainingLoop
-from frameworm.engine.loss import LossFunction
-from frameworm.engine.memory_guard import make_guard
-from frameworm.engine.out_of_memory import Explainer
-from frameworm.engine.precision import wants_channels_last
-from frameworm.engine.progress import Progress
-from frameworm.engine.save_times import make_timed_saves
-from frameworm.engine.spikes import make_spikes
-from frameworm.engine.state import TrainingState
-from frameworm.engine.step import TrainStep
+from frameworm.engine.memory.guard import make_guard
+from frameworm.engine.model.activations import apply_checkpointing
+from frameworm.engine.model.compilation import Compiler
+from frameworm.engine.model.precision import wants_channels_last
+from frameworm.engine.optim.half_weights import HalfWeights
+from frameworm.engine.optim.update import Update
+from frameworm.engine.step.capture import CapturedStep, make_recorder, on_stream
+from frameworm.engine.step.evaluation import Evaluation, evaluate
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.step import TrainStep
 from frameworm.engine.summary import (
     Tally,
     count_parameters,
@@ -43,8 +45,6 @@ from frameworm.engine.summary import (
     stop_error,
     summarise_rank,
 )
-from frameworm.engine.update import Update
-from frameworm.engine.watching import make_watchdog
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import (
     all_reduce_sums,

@@ -13,7 +13,7 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.diagnose.rules import apply_judgement, judge
-from frameworm.engine.progress import Progress
+from frameworm.engine.checkpoint.progress import Progress
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
 from frameworm.observe.clocks.phases import COMMUNICATION_EXPOSED

@@ -17,15 +17,15 @@ from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
-from frameworm.engine.activations import find_layers
-from frameworm.engine.folder import open_output
+from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
 from frameworm.engine.job import Job
-from frameworm.engine.out_of_memory import Advise
-from frameworm.engine.precision import Precision, apply_backend_flags
-from frameworm.engine.processors import apply_processors, host_layers, quick_turns
-from frameworm.engine.randomness import seed_everything
-from frameworm.engine.schedule import AnySchedule, NoSchedule, TorchSchedule
+from frameworm.engine.model.activations import find_layers
+from frameworm.engine.model.precision import Precision, apply_backend_flags
+from frameworm.engine.model.processors import apply_processors, host_layers, quick_turns
+from frameworm.engine.model.randomness import seed_everything
+from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
+from frameworm.engine.run_output import open_output
 from frameworm.engine.session import TrainingSession
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.errors import DataError, StateError
@@ -50,7 +50,7 @@ class Trainer:
         loss_fn: `loss_fn(output, target)` for `(input, target)` batches, or `loss_fn(model, batch)` if its first
             parameter is named `model`; it may return `(loss, count)`. Not needed for a model that returns its loss, or
             for class scores with integer targets (cross-entropy).
-        scheduler: A torch scheduler, stepped once per step, or a schedule of `frameworm.engine.schedule`.
+        scheduler: A torch scheduler, stepped once per step, or a schedule of `frameworm.engine.optim.schedule`.
         config: Settings as a whole; keywords below win over it.
         callbacks: Listeners (`frameworm.Callback`) that are told of every step, epoch, checkpoint and the end.
         run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from frameworm.config.schema import Config
-from frameworm.engine.memory_planner import MemoryPlanner
+from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.engine.run import resolve_here, train_workload
 from frameworm.errors import MemoryLimitError
 from frameworm.hardware.devices import choose_device

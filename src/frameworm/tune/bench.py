@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.data.steps import StepBatch, StepSource
-from frameworm.engine.activations import apply_checkpointing
-from frameworm.engine.compilation import Compiler
-from frameworm.engine.loss import LossFunction
-from frameworm.engine.precision import Precision
-from frameworm.engine.schedule import NoSchedule
-from frameworm.engine.step import TrainStep
-from frameworm.engine.update import Update
+from frameworm.engine.model.activations import apply_checkpointing
+from frameworm.engine.model.compilation import Compiler
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.schedule import NoSchedule
+from frameworm.engine.optim.update import Update
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.step import TrainStep
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
 from frameworm.observe.clocks.communication import recorded
 from frameworm.observe.clocks.device_clock import make_clock

@@ -15,8 +15,8 @@ from frameworm.data.batches.counts import token_lengths
 from frameworm.data.batches.packed import packable, packing_of
 from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.workers import automatic_workers, base_of
-from frameworm.engine.activations import find_layers
-from frameworm.engine.memory_planner import MemoryPlanner
+from frameworm.engine.memory.planner import MemoryPlanner
+from frameworm.engine.model.activations import find_layers
 from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from frameworm.engine.randomness import random_state, restore_random_state
+from frameworm.engine.model.randomness import random_state, restore_random_state
 
 
 class _Values:

@@ -1,0 +1,186 @@
+"""From what the ranks wrote to a checkpoint: manifest, rename, `latest`, then pruning. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from frameworm.engine.checkpoint import manifest as manifests
+from frameworm.engine.checkpoint.manifest import Manifest, assemble
+from frameworm.errors import CheckpointError
+from frameworm.records.atomic import replacing, sync_folder
+
+_LATEST = "latest"
+# The same step may be saved again, after a resume: the old one goes when the new one is durable.
+_FOLDER_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        keep: The newest few.
+        keep_best: Beside them those with the best figures, of the ones taken at the end of an epoch.
+        metric: Which figure; a smaller loss is better, and a larger accuracy.
+    """
+
+    keep: int = 3
+    keep_best: int = 0
+    metric: str = "val_loss"
+
+
+@dataclass(frozen=True)
+class CommitOrder:
+    """What it takes to make the shares of all ranks a checkpoint.
+
+    Attributes:
+        folder: Of the checkpoints.
+        draft: Where the shares are.
+        step: After which step they were taken.
+        reports: What the ranks said of their shares.
+        retention: What stays beside it.
+        visible_s: How long a network file system may take to show what another machine wrote.
+    """
+
+    folder: str
+    draft: str
+    step: int
+    reports: list[dict[str, Any]]
+    retention: Retention
+    visible_s: float = 60.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "retention": asdict(self.retention)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> CommitOrder:
+        """What `to_json` gave."""
+        return cls(**{**fields, "retention": Retention(**fields["retention"])})
+
+
+def stored_folders(folder: Path) -> list[tuple[int, int, Path]]:
+    """Step, attempt and path of the checkpoints of a folder that have a manifest, oldest first."""
+    found = []
+    for path in folder.glob("step-*"):
+        match = _FOLDER_NAME.fullmatch(path.name)
+        if match and not path.is_symlink() and (path / manifests.NAME).is_file():
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return sorted(found)
+
+
+def commit(order: CommitOrder) -> str:
+    """Make a checkpoint of what the ranks wrote, durable before `latest` names it; returns its name.
+
+    Raises:
+        CheckpointError: The shares do not make up a state, or are not there.
+        OSError: The disk refuses.
+    """
+    folder, draft = Path(order.folder), Path(order.draft)
+    manifest = assemble(order.step, order.reports)
+    text = manifest.dump()
+    target = None if draft.is_dir() else _already_there(folder, order.step, text)
+    if target is None:
+        _wait_for_files(draft, manifest, order.visible_s)
+        with replacing(draft / manifests.NAME) as file:
+            file.write(text.encode())
+        target = _free_name(folder, order.step)
+        draft.rename(target)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    with replacing(folder / _LATEST) as file:
+        file.write(f"{target.name}\n".encode())
+    prune(folder, target, order.retention)
+    return target.name
+
+
+def _already_there(folder: Path, step: int, text: str) -> Path | None:
+    """The checkpoint, where whoever began to make it got as far as its name before it died."""
+    for number, _, path in stored_folders(folder):
+        if number == step and (path / manifests.NAME).read_text(encoding="utf-8") == text:
+            return path
+    return None
+
+
+def _free_name(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:08d}"
+    attempt = 1
+    while path.exists():
+        path = folder / f"step-{step:08d}.{attempt}"
+        attempt += 1
+    return path
+
+
+def prune(folder: Path, newest: Path, retention: Retention) -> None:
+    """Remove what is not to stay, and what earlier runs left half written; the newest always stays."""
+    stored = stored_folders(folder)
+    step = next(number for number, _, path in stored if path == newest)
+    again = [path for number, _, path in stored if number == step and path != newest]
+    others = [path for _, _, path in stored if path not in again]
+    kept = {newest, *others[-retention.keep :], *_best(others, retention)}
+    for path in (*again, *(path for path in others if path not in kept)):
+        # The manifest goes first: without it the data no longer count.
+        with contextlib.suppress(OSError):
+            (path / manifests.NAME).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    for path in folder.glob("step-*"):  # whoever removed them was killed in the middle of it
+        ours = _FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        if ours and not (path / manifests.NAME).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _best(paths: Sequence[Path], retention: Retention) -> list[Path]:
+    if not retention.keep_best:
+        return []
+    figures = [(figure_of(path, retention.metric), path) for path in paths]
+    known = [(figure, path) for figure, path in figures if figure is not None]
+    known.sort(key=lambda item: item[0], reverse=retention.metric == "val_accuracy")
+    return [path for _, path in known[: retention.keep_best]]
+
+
+def figure_of(path: Path, metric: str) -> float | None:
+    """The figure of the epoch at whose end a checkpoint was taken; None for one from the middle of an epoch."""
+    try:
+        progress = json.loads((path / manifests.NAME).read_text(encoding="utf-8"))["content"]["shared"]["progress"]
+        if progress["step_in_epoch"] or not progress["epochs"]:
+            return None
+        value = progress["epochs"][-1][metric]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _wait_for_files(draft: Path, manifest: Manifest, visible_s: float) -> None:
+    """Until all that the ranks wrote is seen here; removes what does not belong.
+
+    Raises:
+        CheckpointError: It is not there.
+    """
+    for path in draft.iterdir():
+        if path.name not in manifest.files:
+            path.unlink()
+    deadline = time.monotonic() + visible_s
+    for name, file in manifest.files.items():
+        while True:
+            try:
+                size = (draft / name).stat().st_size
+                problem = None if size == file.size_bytes else f"{size} of {file.size_bytes} bytes of {name}"
+            except FileNotFoundError:
+                problem = f"no {name}"
+            if problem is None:
+                break
+            if time.monotonic() > deadline:
+                hint = "the run folder must be on storage that all machines share"
+                raise CheckpointError(f"rank 0 does not find what the ranks wrote ({problem}): {hint}")
+            time.sleep(0.1)

@@ -1,0 +1,172 @@
+"""Safetensors files in zstd frames, read by rows: only the frames that hold them are decompressed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import threading
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frameworm.engine.checkpoint.manifest import CHUNK_BYTES, ShardFile
+from frameworm.errors import CheckpointError, MissingPackageError
+
+_LEVEL = 1  # weights hardly get smaller with more effort
+
+
+def zstd_functions() -> tuple[Callable[[bytes], bytes], Callable[[bytes, int], bytes]]:
+    """How to compress, and how to decompress to a known size.
+
+    Raises:
+        MissingPackageError: There is no zstd here.
+    """
+    try:
+        native = importlib.import_module("compression.zstd")  # Python 3.14 and later
+    except ImportError:
+        pass
+    else:
+        return (
+            lambda content: native.compress(content, _LEVEL),
+            lambda content, size: native.ZstdDecompressor().decompress(content, max_length=size),
+        )
+    try:
+        package = importlib.import_module("zstandard")
+    except ImportError:
+        raise MissingPackageError(
+            "checkpoint.compression needs zstd, which is not installed: pip install 'frameworm[zstd]', or set it to off"
+        ) from None
+    own = threading.local()  # a compressor is for one thread at a time
+
+    def compress(content: bytes) -> bytes:
+        if not hasattr(own, "compressor"):
+            own.compressor = package.ZstdCompressor(level=_LEVEL)
+        done: bytes = own.compressor.compress(content)
+        return done
+
+    def decompress(content: bytes, size: int) -> bytes:
+        # A frame may claim any size; no more is made of it than was asked for.
+        with package.ZstdDecompressor().stream_reader(content) as reader:
+            done: bytes = reader.read(size)
+        return done
+
+    return compress, decompress
+
+
+_MOST_HEADER_BYTES = 100 * 2**20  # as safetensors has it
+
+
+class CompressedShard:
+    """A file of tensors that stands in for `safetensors.safe_open`.
+
+    Args:
+        path: The file, which has been checked.
+        file: Its frames.
+        types: Torch's types by safetensors' names.
+
+    Raises:
+        MissingPackageError: There is no zstd here.
+        CheckpointError: It holds no safetensors file.
+    """
+
+    def __init__(self, path: Path, file: ShardFile, types: dict[str, torch.dtype]) -> None:
+        assert file.frames is not None
+        self._path = path
+        self._sizes = file.frames
+        self._begins = [0, *accumulate(file.frames)]
+        self._types = types
+        _, self._decompress = zstd_functions()
+        self._cached: tuple[int, bytes] = (-1, b"")
+        length = int.from_bytes(self.read(0, 8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise self._damaged("its header is too long")
+        try:
+            self._header: dict[str, Any] = json.loads(self.read(8, length))
+        except (ValueError, RecursionError):
+            raise self._damaged("it has no header") from None
+        self._data = 8 + length
+
+    def read(self, place: int, length: int) -> bytes:
+        """Bytes of the file as it was before it was compressed."""
+        found = []
+        while length > 0:
+            number, begin = divmod(place, CHUNK_BYTES)
+            piece = self._frame(number)[begin : begin + length]
+            if not piece:
+                raise self._damaged("it ends too early")
+            found.append(piece)
+            place += len(piece)
+            length -= len(piece)
+        return b"".join(found)
+
+    def get_slice(self, name: str) -> CompressedTensor:
+        """A tensor, to be read by rows."""
+        try:
+            fields = self._header[name]
+            shape = [int(length) for length in fields["shape"]]
+            begin, end = fields["data_offsets"]
+            dtype = self._types[fields["dtype"]]
+            if min(shape, default=0) < 0 or begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise self._damaged(f"it does not hold {name}") from None
+        return CompressedTensor(self, fields["dtype"], dtype, shape, self._data + begin)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self.get_slice(name).whole()
+
+    def _frame(self, number: int) -> bytes:
+        if self._cached[0] != number:
+            if number >= len(self._sizes):
+                raise self._damaged("it ends too early")
+            with self._path.open("rb", buffering=0) as file:
+                file.seek(self._begins[number])
+                content = file.read(self._sizes[number])
+            try:
+                self._cached = (number, self._decompress(content, CHUNK_BYTES))
+            except Exception as error:  # each package has errors of its own
+                raise self._damaged(str(error)) from None
+        return self._cached[1]
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._path.parent.name}/{self._path.name} cannot be read: {why}")
+
+
+class CompressedTensor:
+    """A tensor in such a file, as safetensors' slices are."""
+
+    def __init__(self, shard: CompressedShard, kind: str, dtype: torch.dtype, shape: list[int], place: int) -> None:
+        self._shard = shard
+        self._kind = kind
+        self._dtype = dtype
+        self._shape = shape
+        self._place = place
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """Its type by safetensors' name."""
+        return self._kind
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """These rows."""
+        row_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize
+        return self._tensor(rows.start * row_bytes, [rows.stop - rows.start, *self._shape[1:]])
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        return self._tensor(0, self._shape)
+
+    def _tensor(self, skipped: int, shape: list[int]) -> torch.Tensor:
+        length = math.prod(shape) * self._dtype.itemsize
+        if not length:
+            return torch.empty(shape, dtype=self._dtype)
+        content = bytearray(self._shard.read(self._place + skipped, length))
+        return torch.frombuffer(content, dtype=self._dtype).reshape(shape)

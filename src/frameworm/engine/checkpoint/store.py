@@ -1,0 +1,377 @@
+"""Writing checkpoints that are whole or not there, while training goes on.
+
+A save copies the state (`snapshot`, `staging`) and returns. In the background a process of its own (`writer_process`)
+writes this rank's share into a temporary folder; the ranks report to rank 0, which has the manifest written, the folder
+renamed, `latest` moved and old ones removed. Files and folders are synced on the way: whatever has the name of a
+checkpoint is durable. A rank that cannot write makes all ranks do without this one, and training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+
+from frameworm.config.schema import CheckpointConfig
+from frameworm.engine.checkpoint.commit import CommitOrder, Retention
+from frameworm.engine.checkpoint.rank_writer import WriteOrder
+from frameworm.engine.checkpoint.snapshot import SharePlan, Snapshot
+from frameworm.engine.checkpoint.staging import Staging
+from frameworm.engine.checkpoint.writer_client import Writer
+from frameworm.engine.checkpoint.writer_process import in_words
+from frameworm.errors import CheckpointError
+from frameworm.launch.reports import RankReports
+from frameworm.records.schema import CheckpointStatistics
+
+log = logging.getLogger("frameworm")
+PATIENCE_S = 60.0  # how long training waits for a checkpoint being written before it does without the next one
+_WORTH_SAYING_S = 1.0
+_END_S = 600.0  # and at the end of the run
+_ABANDON_S = 30.0
+_ABANDON_AMONG_S = 15.0  # with other ranks: 20 s after one has failed its launcher ends the others
+_VISIBLE_S = 60.0
+
+# From where copies go (None: nowhere) and what is to be called once all is copied on the device, to the snapshot.
+Capture = Callable[[Staging | None, Callable[[], None]], Snapshot]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+@dataclass
+class _Job:
+    number: int
+    step: int
+    snapshot: Snapshot
+
+
+class CheckpointStore:
+    """Writes checkpoints into a folder, beside training (`async`) or not (`sync`), and keeps some of them.
+
+    Args:
+        folder: Where they go; all ranks must see the same.
+        retention: Which stay.
+        asynchronous: Write in a process of its own, while training goes on.
+        reports: How the ranks hear of each other.
+        device: What trains.
+        compression: off, zstd or auto.
+        fast: A folder on faster storage that files are written to first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        retention: Retention | None = None,
+        asynchronous: bool = True,
+        reports: RankReports | None = None,
+        device: torch.device | None = None,
+        compression: str = "off",
+        fast: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        self.count = 0
+        self.failed = 0
+        self.stall_s = 0.0
+        self.problem: str | None = None
+        self.notes: list[str] = []
+        self._retention = retention or Retention()
+        self._reports = reports or RankReports(None)
+        self._compression = compression
+        self._fast = fast
+        self._staging = Staging(device or torch.device("cpu"))
+        self._writer = Writer(
+            self._staging.memory, beside=asynchronous, say=lambda text: self._note_once(text, warn=True)
+        )
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._staging_free = threading.Semaphore(1)
+        self._outstanding = 0
+        self._changed = threading.Condition()
+        self._rounds = 0
+        self._plan: SharePlan | None = None
+        self._freed = False
+        self._stuck = False
+        self._waited_s = 0.0
+        self._closed = False
+
+    def save(
+        self,
+        step: int,
+        capture: Capture,
+        settle: Callable[[], None] = _nothing,
+        flush: Callable[[], None] = _nothing,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Save what `capture` copies; all ranks must call it. A disk that refuses does not stop training.
+
+        Args:
+            step: After which step.
+            capture: Copies the state to where it is told; with nowhere to go it does what ranks do together.
+            settle: Waits for the steps before, on all ranks. That is no time lost to saving: they have to be done.
+            flush: Writes down what is known of these steps.
+            last: The training is over: there is nothing to write beside.
+        """
+        begin = perf_counter()
+        waited_s = 0.0
+
+        def settled() -> None:
+            nonlocal waited_s
+            before = perf_counter()
+            settle()
+            waited_s = perf_counter() - before
+            flush()
+
+        number = self._rounds
+        self._rounds += 1
+        if not self._room():
+            capture(None, settled)
+            self._skip(number, step)
+        else:
+            job = _Job(number, step, capture(self._staging, settled))
+            if last and self._thread is None:
+                self._writer.stay_here()  # a process for this one alone would only take time to start
+            if self._writer.beside:
+                self._hand_over(job)
+            else:
+                self.wait()
+                self._write(job)
+        self.stall_s += perf_counter() - begin - waited_s
+
+    def _room(self) -> bool:
+        """Whether the memory for copies is free, or becomes so before long."""
+        if self._staging_free.acquire(blocking=False):
+            self._stuck = False
+            return True
+        begin = perf_counter()
+        # Once it has not come back in time, nobody waits again until it does.
+        found = self._staging_free.acquire(blocking=not self._stuck, timeout=None if self._stuck else PATIENCE_S)
+        self._stuck = not found
+        self._waited_s += perf_counter() - begin
+        if self._waited_s > _WORTH_SAYING_S:
+            self._note_once(
+                "storage takes longer to write a checkpoint than there is between two: training waits for it "
+                "(save more rarely, or set checkpoint.dir to faster storage)",
+                warn=True,
+            )
+        return found
+
+    def _skip(self, number: int, step: int) -> None:
+        problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:g} s"
+        try:
+            self._reports.report(number, json.dumps({"problem": problem}))
+            if self._reports.rank == 0:
+                self._reports.decide(number, problem)
+        except (TimeoutError, RuntimeError):
+            pass  # the others will not get theirs done either
+        self._conclude(step, problem)
+
+    def get_ready(self) -> None:
+        """Start what writes beside training now, so that it does not start in the midst of steps.
+
+        In the thread that trains: a process that another thread forks meanwhile, such as a loader's, would hold the
+        start up.
+        """
+        if self._writer.beside and self._thread is None:
+            self._writer.start()
+            self._thread = threading.Thread(target=self._serve, name="checkpoints", daemon=True)
+            self._thread.start()
+
+    def _hand_over(self, job: _Job) -> None:
+        self.get_ready()
+        with self._changed:
+            self._outstanding += 1
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(job)
+            finally:
+                with self._changed:
+                    self._outstanding -= 1
+                    self._changed.notify_all()
+
+    def wait(self, limit_s: float = _END_S) -> bool:
+        """Until all checkpoints being written are durable, or have failed, on all ranks; false where time ran out."""
+        deadline = monotonic() + limit_s
+        with self._changed:
+            while self._outstanding:
+                if monotonic() > deadline:
+                    return False
+                self._changed.wait(min(1.0, limit_s))
+        return True
+
+    def abandon(self) -> None:
+        """The training ends by an error: wait for the checkpoint being written, but not long for other ranks."""
+        self._reports.give_up()
+        self.close(_ABANDON_S if self._reports.world_size == 1 else _ABANDON_AMONG_S)
+
+    def close(self, limit_s: float = _END_S) -> None:
+        """The training is over: wait for what is being written, and give everything back."""
+        if self._closed:
+            return
+        done = self.wait(limit_s)
+        self._closed = True
+        if not done:
+            self._conclude(None, f"storage has not taken it for {limit_s:g} s")
+        self._jobs.put(None)
+        self._writer.close()
+        if done:
+            if self._thread is not None:
+                self._thread.join(_ABANDON_S)
+            self._staging.close()
+
+    def _write(self, job: _Job) -> None:
+        """Write this rank's share; the ranks then agree on what came of it."""
+        reports = self._reports
+        draft = self.folder / f".step-{job.step:08d}.tmp"
+        self._freed = False
+        try:
+            try:
+                report = self._write_share(draft, job.snapshot)
+            except Exception as error:  # whatever it is, training goes on and the other ranks must hear of it
+                report = {"problem": in_words(error)}
+            reports.report(job.number, json.dumps(report))
+            if reports.rank == 0:
+                problem = self._commit(job, draft)
+                reports.decide(job.number, problem or "")
+            else:
+                problem = reports.verdict(job.number) or None
+        except (TimeoutError, RuntimeError) as error:
+            problem = in_words(error)
+        finally:
+            self._free()
+        self._conclude(job.step, problem)
+
+    def _free(self) -> None:
+        """The memory of the copies may hold the next snapshot.
+
+        By then this one is durable or has failed, so that a crash costs no more than the checkpoint that is under way;
+        or it is on faster storage, and may take its time from there.
+        """
+        if not self._freed:
+            self._freed = True
+            self._staging_free.release()
+
+    def _write_share(self, draft: Path, snapshot: Snapshot) -> dict[str, Any]:
+        """Have one rank's file written and say what is in it."""
+        if snapshot.problem is not None:
+            raise CheckpointError(snapshot.problem)
+        self._staging.finish()
+        if self._staging.waited_for_device:
+            self._note_once("no room on the device for a copy of the state: training waits while it is saved")
+        if self._plan is None or self._plan.pieces != snapshot.pieces:
+            self._plan = SharePlan.of(snapshot.pieces)
+        fast = None if self._fast is None else str(self._fast.resolve())
+        used_bytes, layout = self._staging.used_bytes, self._plan.layout
+        order = WriteOrder(str(draft.resolve()), self._reports.rank, layout, used_bytes, self._compression, fast)
+        answer = self._writer.perform({"write": order.to_json()}, self._free, lambda: not self._freed)
+        for note in answer.get("notes", ()):
+            self._note_once(note)
+        if "problem" in answer:
+            return answer
+        return {"file": answer["file"], "pieces": self._plan.described, "shared": snapshot.shared, "own": snapshot.own}
+
+    def _commit(self, job: _Job, draft: Path) -> str | None:
+        """Have the shares of all ranks made a checkpoint; returns why that failed."""
+        reports = self._reports
+        try:
+            found = [json.loads(text) for text in reports.collect(job.number)]
+            for rank, report in enumerate(found):
+                if "problem" in report:
+                    shutil.rmtree(draft, ignore_errors=True)
+                    return f"rank {rank}: {report['problem']}" if reports.world_size > 1 else str(report["problem"])
+            order = CommitOrder(
+                str(self.folder.resolve()), str(draft.resolve()), job.step, found, self._retention, _VISIBLE_S
+            )
+            answer = self._writer.perform({"commit": order.to_json()})
+        except Exception as error:  # as above
+            answer = {"problem": in_words(error)}
+        if "problem" in answer:
+            shutil.rmtree(draft, ignore_errors=True)
+            return str(answer["problem"])
+        return None
+
+    def _conclude(self, step: int | None, problem: str | None) -> None:
+        if problem is None:
+            self.count += 1
+            return
+        self.failed += 1
+        which = "the last checkpoint" if step is None else f"checkpoint of step {step}"
+        self.problem = f"{which} could not be written: {problem}"
+        if self._reports.rank == 0:
+            log.warning("%s; the one before it stays the latest, and training goes on", self.problem)
+
+    def _note_once(self, text: str, *, warn: bool = False) -> None:
+        # Figures in a note differ from save to save.
+        if any(note[:30] == text[:30] for note in self.notes):
+            return
+        self.notes.append(text)
+        if warn:
+            log.warning("%s", text)
+
+    def statistics(self) -> CheckpointStatistics:
+        """For the summary."""
+        return CheckpointStatistics(self.count, self.stall_s if self.count else None)
+
+    def all_notes(self) -> list[str]:
+        """What the summary must say about checkpoints."""
+        several = "" if self.failed < 2 else f" ({self.failed} could not be written)"
+        return [*self.notes, *([] if self.problem is None else [self.problem + several])]
+
+
+_VOLATILE = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str | None:
+    """The kind of file system a path is, or would be, on; None where that is not known."""
+    try:
+        lines = (Path("/proc/self/mounts").read_text(encoding="utf-8") if mounts is None else mounts).splitlines()
+    except OSError:
+        return None
+    wanted = path.resolve()
+    found: tuple[int, str] | None = None
+    for line in lines:
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        place = Path(fields[1].replace("\\040", " "))
+        # Of several mounts in one place the last one counts.
+        if wanted.is_relative_to(place) and (found is None or len(place.parts) >= found[0]):
+            found = (len(place.parts), fields[2])
+    return None if found is None else found[1]
+
+
+def make_store(folder: Path, settings: CheckpointConfig, reports: RankReports, device: torch.device) -> CheckpointStore:
+    """The store that a config asks for."""
+    store = CheckpointStore(
+        folder,
+        retention=Retention(settings.keep, settings.keep_best, settings.metric),
+        asynchronous=settings.mode == "async",
+        reports=reports,
+        device=device,
+        compression=settings.compression,
+        fast=None if settings.dir is None else Path(settings.dir),
+    )
+    kind = file_system_of(folder)
+    if kind in _VOLATILE:
+        text = (
+            f"checkpoints go to {folder}, which is in memory ({kind}) and gone when the machine restarts: put the run "
+            "folder (--out) on a disk, and set checkpoint.dir to this one if it is to be fast"
+        )
+        store.notes.append(text)
+        if reports.rank == 0:
+            log.warning("%s", text)
+    return store

@@ -1,0 +1,147 @@
+"""Everything a run must remember to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.engine.checkpoint.load import SavedState, check_same_model
+from frameworm.engine.checkpoint.progress import Progress
+from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, take_snapshot
+from frameworm.engine.checkpoint.staging import Staging
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
+from frameworm.engine.optim.schedule import AnySchedule
+from frameworm.errors import CheckpointError
+from frameworm.parallel.shards import loaded
+from frameworm.parallel.strategy import Strategy
+
+
+@dataclass
+class TrainingState:
+    """The parts of a run that change, and how to take and give back a snapshot of them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: AnySchedule
+    precision: Precision
+    strategy: Strategy
+    progress: Progress
+    seed: int
+    # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
+    epoch_random: dict[str, Any] | None = None
+    _resumed_random: dict[str, Any] | None = None
+
+    def remember_epoch_start(self) -> None:
+        """Call before the loader of an epoch is made."""
+        self.epoch_random = random_state(self.strategy.device)
+
+    def forget_epoch_start(self) -> None:
+        """Call when an epoch is over."""
+        self.epoch_random = None
+
+    def capture(self, staging: Staging | None, settle: Callable[[], None] = lambda: None) -> Snapshot:
+        """A copy of this rank's share of the state. All ranks must call it.
+
+        Args:
+            staging: Where tensors are copied to; None: nowhere, but what ranks do together is done.
+            settle: Called when the tensors have been copied on the device that trains: waits for the steps before.
+        """
+        copies = self._own_copies()
+        self.strategy.sync_buffers(self.model)
+        if staging is None:
+            settle()
+            snapshot = Snapshot(problem="left out")
+        else:
+            held = self.strategy.held_state(self.model, self.optimizer)
+            own = {"strategy": self.strategy.rank_state(), **copies}
+
+            def late() -> MoreState:
+                settle()
+                return self._small_state()
+
+            snapshot = take_snapshot(held, own, staging, self.strategy.rank, self.strategy.world_size, late)
+        if copies:
+            self.model.load_state_dict(copies["model"])  # to save is not to meet
+        return snapshot
+
+    def _small_state(self) -> MoreState:
+        """What is everybody's and what is this rank's, beside large tensors; parts of it wait for the device."""
+        common = {
+            "schedule": self.schedule.state_dict(),
+            "precision": self.precision.state_dict(),
+            "progress": self.progress.state_dict(),
+        }
+        own = {
+            "random": random_state(self.strategy.device),
+            "epoch_random": self.epoch_random,
+            "loss_sum": self.progress.loss_sum,
+            "count_sum": self.progress.count_sum,
+        }
+        return common, own
+
+    def _own_copies(self) -> dict[str, Any]:
+        """Model and optimizer of this rank, where each has its own."""
+        if not self.strategy.keeps_own_copy:
+            return {}
+        model = {
+            name: item.clone() if isinstance(item, torch.Tensor) else item
+            for name, item in self.model.state_dict().items()
+        }
+        return {"model": model, "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, saved: SavedState, where: str) -> list[str]:
+        """Continue from a checkpoint, reading what this rank needs of it; returns what the user should know about it.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or optimizer.
+        """
+        shared = saved.shared
+        check_same_model(shared["model"], self.model, where)
+        self.strategy.load_model_state(self.model, shared["model"])
+        try:
+            self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{where} is of another optimizer: {error}") from None
+        self.schedule.load_state_dict(loaded(shared["schedule"]))
+        self.precision.load_state_dict(loaded(shared["precision"]))
+        restored = Progress.from_state(shared["progress"])
+        for name in Progress.__slots__:
+            setattr(self.progress, name, getattr(restored, name))
+        return self._restore_ranks(saved.ranks)
+
+    def _restore_ranks(self, ranks: list[dict[str, Any]]) -> list[str]:
+        rank, world_size = self.strategy.rank, len(ranks)
+        device = self.strategy.device
+        self._resumed_random = None
+        if world_size == self.strategy.world_size:
+            own = loaded(ranks[rank])
+            if self.strategy.keeps_own_copy and own.get("model") is not None:
+                self.model.load_state_dict(own["model"])
+                self.optimizer.load_state_dict(own["optimizer"])
+            self.progress.loss_sum, self.progress.count_sum = own["loss_sum"], own["count_sum"]
+            if own["epoch_random"] is None:  # saved between two epochs
+                restore_random_state(own["random"], device)
+            else:
+                restore_random_state(own["epoch_random"], device)
+                self._resumed_random = own["random"]
+            return self.strategy.load_rank_state(own.get("strategy"), world_size)
+        # The sums of the running epoch are only ever added up, so one rank may hold them all.
+        self.progress.loss_sum = sum(item["loss_sum"] for item in ranks) if rank == 0 else 0.0
+        self.progress.count_sum = sum(item["count_sum"] for item in ranks) if rank == 0 else 0.0
+        seed_everything(self.seed, rank + self.strategy.world_size * (self.progress.step + 1))
+        return [
+            f"resumed with {self.strategy.world_size} processes instead of {world_size}: the order of samples "
+            "goes on, random numbers (dropout) start anew",
+            *self.strategy.load_rank_state(ranks[0].get("strategy"), world_size),
+        ]
+
+    def continue_random_numbers(self) -> None:
+        """Call when the loader of an epoch has been made: from here on a resumed run draws what was left to draw."""
+        if self._resumed_random is not None:
+            restore_random_state(self._resumed_random, self.strategy.device)
+            self._resumed_random = None

@@ -1,0 +1,89 @@
+"""The process that writes checkpoints: it takes orders from a pipe, reads tensors from shared memory, and answers.
+
+It is started afresh, never forked: what its parent holds (CUDA, threads, locks) is not in it. It imports no torch. It
+ends when its parent does, in the middle of a write if need be, so that it cannot disturb whoever goes on with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import select
+import threading
+from typing import Any
+
+from frameworm.engine.checkpoint.commit import CommitOrder, commit
+from frameworm.engine.checkpoint.rank_writer import ShareWriter, WriteOrder
+from frameworm.errors import CheckpointError
+
+_LOOK_S = 0.1
+_NICENESS = 5  # training goes first
+
+
+def main(memory: int, parent: int) -> None:
+    """Serve orders until an empty one comes, or the pipe is closed.
+
+    Args:
+        memory: Descriptor of the shared memory.
+        parent: Whose orders they are.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints must not get in between the answers
+    orders: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_listen, args=(orders, parent), daemon=True).start()
+    share_writer = ShareWriter()
+    while order := json.loads(orders.get()):  # an empty one is the last
+        _answer(answers, perform(order, memory, share_writer, lambda: _answer(answers, {"taken": 1})))
+    os._exit(0)  # the listening thread need not be waited for
+
+
+def perform(order: dict[str, Any], memory: int, share_writer: ShareWriter, taken: Any) -> dict[str, Any]:
+    """Do one thing, and say what came of it."""
+    try:
+        if "commit" in order:
+            return {"name": commit(CommitOrder.from_json(order["commit"]))}
+        writing = WriteOrder.from_json(order["write"])
+        mapped = mmap.mmap(memory, max(1, writing.memory_bytes), prot=mmap.PROT_READ)
+        try:
+            file, notes = share_writer.write(writing, memoryview(mapped), taken)
+        finally:
+            with contextlib.suppress(BufferError):  # an error's frames may hold on to it
+                mapped.close()
+        return {"file": file.to_json(), "notes": notes}
+    except Exception as error:  # whatever it is, training goes on and must hear of it
+        return {"problem": in_words(error)}
+
+
+def in_words(error: BaseException) -> str:
+    """What went wrong, for the user."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    known = isinstance(error, (CheckpointError, TimeoutError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _listen(orders: queue.Queue[bytes], parent: int) -> None:
+    """Take orders; end with the parent, even where another of its children still holds the pipe open."""
+    unread = b""
+    while True:
+        if os.getppid() != parent:
+            os._exit(0)
+        if not select.select([0], [], [], _LOOK_S)[0]:
+            continue
+        content = os.read(0, 2**20)
+        if not content:
+            os._exit(0)
+        *lines, unread = (unread + content).split(b"\n")
+        for line in lines:
+            orders.put(line)
+
+
+def _answer(descriptor: int, content: dict[str, Any]) -> None:
+    line = json.dumps(content).encode() + b"\n"
+    while line:
+        line = line[os.write(descriptor, line) :]

@@ -1,0 +1,179 @@
+"""Losses and gradients that are not finite: counted, and after too many in a row the training stops and says where.
+
+A step with bad gradients is left out by the update. What is seen here is what became known of each step, some steps
+later on a GPU; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frameworm.engine.job import Job
+from frameworm.engine.optim.update import Update
+from frameworm.errors import BadNumbersError, RunFolderError
+from frameworm.launch.stores import Store
+from frameworm.records.atomic import write_atomic
+from frameworm.records.schema import json_ready
+
+log = logging.getLogger("frameworm")
+
+# A loss scale that is far too large at first is halved this often without anything being wrong.
+SCALER_STEPS = 20
+WAIT_S = 5.0
+MOST_NAMED = 10
+
+
+class BadNumbers:
+    """Counts bad steps.
+
+    Args:
+        limit: How many in a row end the training; None: never.
+        update: Knows which gradients were bad.
+        model: Names the parameters.
+        sample_ids: The samples in a step of the running epoch, by micro-batch; None where nobody knows.
+        store: Shared by the ranks, to tell each other whose loss it was; None with one process.
+        folder: Where the account of the stop is written; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        limit: int | None,
+        update: Update,
+        model: nn.Module,
+        sample_ids: Callable[[int], list[list[Any]] | None],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        folder: Path | None = None,
+        scaled: bool = False,
+    ) -> None:
+        self._limit = limit
+        self._update = update
+        self._names = [name for name, item in model.named_parameters() if item.requires_grad]
+        self._sample_ids = sample_ids
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store if world_size > 1 else None
+        self._folder = folder
+        self._scaled = scaled
+        self._in_a_row = 0
+        self._bad_losses = 0
+
+    def see(
+        self, step: int, step_in_epoch: int, epoch: int, loss: float | None, skipped: bool, norm: float | None
+    ) -> None:
+        """Take in one step, in order.
+
+        Args:
+            step_in_epoch: From 0.
+            epoch: From 1.
+
+        Raises:
+            BadNumbersError: It was one too many.
+        """
+        bad_loss = loss is not None and not isfinite(loss)
+        if not (bad_loss or skipped):
+            if self._in_a_row:
+                self._in_a_row = self._bad_losses = 0
+                self._update.look = False
+            return
+        self._in_a_row += 1
+        self._bad_losses += bad_loss
+        if self._limit is None:
+            return
+        if self._in_a_row == 1 and self._rank == 0:
+            what = f"the loss is {loss}" if bad_loss else "gradients are not finite"
+            log.warning("step %d: %s%s", step, what, "; the update was left out" if skipped else "")
+        self._update.look = True
+        allowed = self._limit if self._bad_losses or not self._scaled else self._limit + SCALER_STEPS
+        if self._in_a_row >= allowed:
+            self._stop(step, step_in_epoch, epoch, loss, norm)
+
+    def _stop(self, step: int, step_in_epoch: int, epoch: int, loss: float | None, norm: float | None) -> None:
+        parameters = self._bad_parameters()
+        ranks = self._ranks_with_bad_losses(loss)
+        ids = self._sample_ids(step_in_epoch)
+        account = {
+            "step": step,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "rank": self._rank,
+            "bad_steps_in_a_row": self._in_a_row,
+            "loss": loss,
+            "grad_norm": norm,
+            "ranks_with_bad_loss": ranks,
+            "parameters_with_bad_gradients": parameters,
+            "sample_ids": ids,
+        }
+        where = ""
+        if self._folder is not None:
+            path = self._folder / f"bad-numbers-rank{self._rank}.json"
+            with suppress(RunFolderError):
+                write_atomic(path, json.dumps(json_ready(account), indent=2) + "\n")
+                where = f" All of it: {path}."
+        culprit = (
+            f"the loss is not finite on rank {_listed(ranks)}" if ranks else "the losses are finite, gradients are not"
+        )
+        named = "" if not parameters else f" Bad gradients: {_listed(parameters)}."
+        samples = "" if not ids else f" Samples of its last batch: {_listed([item for part in ids for item in part])}."
+        raise BadNumbersError(
+            f"step {step} was the {_ordinal(self._in_a_row)} bad one in a row: {culprit}.{named}{samples}{where} Look "
+            "at these samples, lower training.lr, or use bf16 instead of fp16; training.max_bad_steps sets the limit."
+        )
+
+    def _bad_parameters(self) -> list[str] | None:
+        """Names of the parameters whose gradients were bad in the last step; None where that was not looked at."""
+        finite = self._update.finite
+        if finite is None or len(finite) != len(self._names):
+            return None
+        return [name for name, fine in zip(self._names, finite.tolist()) if not fine]
+
+    def _ranks_with_bad_losses(self, loss: float | None) -> list[int]:
+        bad = loss is not None and not isfinite(loss)
+        if self._store is None:
+            return [self._rank] if bad else []
+        found = {self._rank: bad}
+        with suppress(Exception):  # a store that is gone has nothing to say
+            self._store.set(f"bad-{self._rank}", "1" if bad else "0")
+            deadline = time.monotonic() + WAIT_S
+            while len(found) < self._world_size and time.monotonic() < deadline:
+                for rank in range(self._world_size):
+                    if rank not in found and self._store.check([f"bad-{rank}"]):
+                        found[rank] = self._store.get(f"bad-{rank}") == b"1"
+                time.sleep(0.02)
+        return sorted(rank for rank, was_bad in found.items() if was_bad)
+
+
+def make_bad_numbers(job: Job, update: Update, store: Store | None, folder: Path | None) -> BadNumbers:
+    """The watch over a job's numbers."""
+    return BadNumbers(
+        job.config.training.max_bad_steps,
+        update,
+        job.model,
+        job.train.sample_ids,
+        rank=job.strategy.rank,
+        world_size=job.strategy.world_size,
+        store=store,
+        folder=folder,
+        scaled=job.precision.scaler is not None,
+    )
+
+
+def _listed(items: list[Any]) -> str:
+    shown = ", ".join(str(item) for item in items[:MOST_NAMED])
+    return shown if len(items) <= MOST_NAMED else f"{shown} and {len(items) - MOST_NAMED} more"
+
+
+def _ordinal(number: int) -> str:
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{suffix}"

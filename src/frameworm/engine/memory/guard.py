@@ -1,0 +1,261 @@
+"""The watch over memory: looks between steps, tidies up, warns in time, and asks for a stop before it is too late.
+
+Only growth counts. A run that fills its memory from the beginning and stays there is a well filled device; stopping it
+would help nobody, for it would be back there after it has resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from time import monotonic
+from types import TracebackType
+
+import psutil
+import torch
+from torch import nn
+
+from frameworm.config.schema import Config, MemoryConfig
+from frameworm.engine.memory.garbage import Collector
+from frameworm.engine.memory.holdings import mebibytes, snapshot
+from frameworm.hardware.host import memory_total_bytes, memory_used_bytes
+from frameworm.launch.process_group import is_distributed, setup_ddp
+from frameworm.launch.stopping import StopRequest
+from frameworm.parallel.strategy import Strategy
+
+log = logging.getLogger("frameworm")
+
+# By then the optimizer has its state and the loader its workers.
+SETTLED_STEPS = 3
+# Less than this share of the memory is no growth.
+GROWTH = 0.01
+LONGEST_PAUSE_LOOKS = 64
+
+
+class Gauge:
+    """One memory: how much of it is taken. This one is the host's.
+
+    Args:
+        processes: Ranks on this machine.
+    """
+
+    name = "host memory"
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+        self._process = psutil.Process()
+        self.total_bytes = memory_total_bytes()
+
+    def held_bytes(self) -> int:
+        """What is held between steps."""
+        return memory_used_bytes(self._processes)
+
+    def own_bytes(self) -> int:
+        """What this process alone holds; cheap to ask."""
+        return int(self._process.memory_info().rss)
+
+    def used_bytes(self, held_bytes: int) -> int:
+        """What steps need in their fullest moment; known from `held_bytes` where nothing else is."""
+        return held_bytes
+
+    def unused_bytes(self) -> int:
+        """Cache that no step so far had a use for."""
+        return 0
+
+    def trim(self) -> None:
+        """Give cached memory back."""
+
+
+class DeviceGauge(Gauge):
+    """The memory of a GPU, by the counts of torch's allocator: nobody waits for the device."""
+
+    def __init__(self, device: torch.device, memory_fraction: float = 1.0) -> None:
+        self._device = device
+        self.name = f"memory of {device}"
+        self.total_bytes = int(torch.cuda.get_device_properties(device).total_memory * memory_fraction)
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def own_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def used_bytes(self, held_bytes: int) -> int:
+        return max(held_bytes, torch.cuda.max_memory_allocated(self._device))
+
+    def unused_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class _Watched:
+    """A gauge and what has been seen of it."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.gauge = gauge
+        self.settled_bytes: int | None = None
+        self.last_bytes = 0
+        self.tidied_bytes = 0
+        self.warned_bytes: int | None = None
+        self.trim_in = 0
+        self.pause = 1
+
+    def grown(self, held_bytes: int, since: int | None) -> bool:
+        return since is None or held_bytes - since >= self.gauge.total_bytes * GROWTH
+
+
+class MemoryGuard:
+    """Looks after the memory of a run; a context manager around its steps.
+
+    Args:
+        settings: Limits and intervals.
+        gauges: The memories to watch, the scarcest first.
+        request: Is asked for the stop.
+        describe: Says who holds what.
+        rank: For messages.
+    """
+
+    def __init__(
+        self,
+        settings: MemoryConfig,
+        gauges: list[Gauge],
+        request: StopRequest,
+        describe: Callable[[], str],
+        rank: int = 0,
+    ) -> None:
+        self._settings = settings
+        self._watched = [_Watched(gauge) for gauge in gauges]
+        self._request = request
+        self._describe = describe
+        self._rank = rank
+        self._notes: list[str] = []
+        self._steps = 0
+        self._next_look = 0.0
+        self._collector = Collector(settings.enable_automatic_gc, gauges[0].own_bytes, gauges[0].total_bytes)
+
+    @property
+    def notes(self) -> list[str]:
+        """For the summary."""
+        return self._notes + [note for note in [self._collector.note] if note]
+
+    def __enter__(self) -> MemoryGuard:
+        """Training begins."""
+        self._collector.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Training is over."""
+        self._collector.__exit__(kind, error, trace)
+
+    def at_leisure(self) -> contextlib.AbstractContextManager[None]:
+        """Around something long that has no steps: Python collects as usual."""
+        return self._collector.at_leisure()
+
+    def before_step(self, number: int) -> None:
+        """Between two steps: collect if it is time, look if it is time."""
+        self._collector.before_step(number)
+        self._steps += 1
+        now = monotonic()
+        if now >= self._next_look and self._steps > SETTLED_STEPS:
+            self._next_look = now + self._settings.monitoring_interval
+            for watched in self._watched:
+                self._look(watched, number)
+
+    def _look(self, watched: _Watched, number: int) -> None:
+        gauge, settings = watched.gauge, self._settings
+        total = gauge.total_bytes
+        held = gauge.held_bytes()
+        if watched.settled_bytes is None:
+            watched.settled_bytes = watched.last_bytes = held
+        threshold = total * settings.gc_threshold / 100
+        fresh = watched.grown(held, watched.settled_bytes) and watched.grown(held, watched.tidied_bytes)
+        if fresh and gauge.used_bytes(held) > threshold:
+            gc.collect()
+            gauge.trim()
+            held = watched.tidied_bytes = gauge.held_bytes()
+        elif gauge.unused_bytes() > settings.cache_size_limit:
+            self._trim(watched)
+        used = gauge.used_bytes(held)
+        growth, watched.last_bytes = held - watched.last_bytes, held
+        limit = total * settings.max_memory_percent / 100
+        has_grown = watched.grown(held, watched.settled_bytes)
+        if used > limit and has_grown:
+            self._stop(watched, number, used)
+        elif used > limit:
+            if watched.warned_bytes is None:
+                watched.warned_bytes = held
+                self._say(
+                    f"{self._state(watched, used)} from the beginning, beyond memory.max_memory_percent "
+                    f"({settings.max_memory_percent:g}%); it does not grow, so the run goes on"
+                )
+        elif has_grown and (used > threshold or used + 2 * growth > limit):
+            self._warn(watched, number, used, limit)
+
+    def _trim(self, watched: _Watched) -> None:
+        """Trimming makes the device wait: where the cache is back at the next look, it is left alone for longer."""
+        watched.trim_in -= 1
+        if watched.trim_in > 0:
+            return
+        watched.gauge.trim()
+        watched.trim_in = watched.pause
+        watched.pause = min(watched.pause * 2, LONGEST_PAUSE_LOOKS)
+
+    def _state(self, watched: _Watched, used: int) -> str:
+        total = watched.gauge.total_bytes
+        return (
+            f"rank {self._rank}: {used / total:.0%} of the {watched.gauge.name} is taken "
+            f"({mebibytes(used)} of {mebibytes(total)})"
+        )
+
+    def _growth(self, watched: _Watched, number: int) -> str:
+        assert watched.settled_bytes is not None
+        growth = watched.last_bytes - watched.settled_bytes
+        return f"{mebibytes(growth)} more than in the beginning, before step {number}"
+
+    def _warn(self, watched: _Watched, number: int, used: int, limit: float) -> None:
+        """Once, and again when half of what was left then is gone."""
+        held, before = watched.last_bytes, watched.warned_bytes
+        if before is not None and held - before <= max(limit - used, watched.gauge.total_bytes * GROWTH):
+            return
+        watched.warned_bytes = held
+        self._say(
+            f"{self._state(watched, used)}, {self._growth(watched, number)}; beyond "
+            f"{self._settings.max_memory_percent:g}% (memory.max_memory_percent) the run saves its state and stops",
+            detailed=True,
+        )
+
+    def _stop(self, watched: _Watched, number: int, used: int) -> None:
+        if self._request.reason is not None:
+            return
+        text = (
+            f"{self._state(watched, used)}, {self._growth(watched, number)}: beyond memory.max_memory_percent "
+            f"({self._settings.max_memory_percent:g}%)"
+        )
+        self._say(f"{text}; the run saves its state and stops", detailed=True, keep=False)
+        self._request.ask("memory", text)
+
+    def _say(self, text: str, *, detailed: bool = False, keep: bool = True) -> None:
+        """Warn; what concerns another rank than the first is said louder, for its warnings go unheard."""
+        if keep:
+            self._notes.append(text)
+        if detailed:
+            with contextlib.suppress(Exception):  # a watch that breaks what it watches is worse than none
+                text = f"{text}\n{self._describe()}"
+        log.log(logging.WARNING if self._rank == 0 else logging.ERROR, "%s", text)
+
+
+def make_guard(
+    config: Config, strategy: Strategy, request: StopRequest, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> MemoryGuard:
+    """The watch over a rank's memories: the GPU's if it has one, and the host's."""
+    device = strategy.device
+    gauges = [Gauge(setup_ddp().local_world_size if is_distributed() else 1)]
+    if device.type == "cuda":
+        gauges.insert(0, DeviceGauge(device, config.gpu.memory_fraction))
+    return MemoryGuard(config.memory, gauges, request, lambda: snapshot(model, optimizer, device), strategy.rank)

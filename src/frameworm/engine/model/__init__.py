@@ -1,0 +1,5 @@
+"""What is done to a model before it trains: precision, activation checkpointing, compiling, processors.
+
+In: a model and its settings. Out: the same model, changed in place or wrapped so that it computes the same faster or
+in less memory.
+"""

@@ -1,0 +1,123 @@
+"""Threads and cores of a process on the host."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import TrainingConfig
+from frameworm.engine.model.host_gelu import gelu
+
+log = logging.getLogger("frameworm")
+
+# How long a thread may keep Python from the others: the usual 5 ms are many steps of a small model on a GPU. A choice,
+# not a measurement.
+TURN_S = 2e-4
+
+
+def apply_processors(training: TrainingConfig, local_rank: int, local_world_size: int) -> None:
+    """Bind the process to its cores, set torch's threads and choose its products, as far as the config asks for it."""
+    if training.cpu_affinity and local_world_size > 1:
+        bind_to_share(local_rank, local_world_size)
+    if training.cpu_threads != "auto":
+        torch.set_num_threads(training.cpu_threads)
+    # torch's public way is a context manager.
+    torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn is not False)
+
+
+@contextmanager
+def host_layers(model: nn.Module, training: TrainingConfig) -> Iterator[None]:
+    """While it lasts, layers compute on the host as the config says: products without oneDNN, GELU with its slope."""
+    # Not by hooks: a module that has any is called in a way that takes longer than a small product.
+    found: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if training.cpu_onednn == "except_linear" and _onednn_at_first() and isinstance(module, nn.Linear):
+            found.append((module, own))
+            module.forward = functools.partial(_without_onednn, module.forward)  # type: ignore[method-assign]
+        elif training.cpu_gelu == "keep_slope" and type(module) is nn.GELU and own is None:
+            found.append((module, own))
+            module.forward = functools.partial(gelu, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module, own in found:
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+@contextmanager
+def quick_turns() -> Iterator[None]:
+    """While it lasts, threads that help training along (looks, checkpoints, the next epoch) soon let it in again."""
+    usual_s = sys.getswitchinterval()
+    if usual_s <= TURN_S:
+        yield
+        return
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
+def share_of(cores: list[int], index: int, count: int) -> list[int]:
+    """One of `count` nearly equal stretches of the cores; empty where there are fewer cores than that."""
+    if len(cores) < count:
+        return []
+    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+
+
+def bind_to_share(local_rank: int, local_world_size: int) -> None:
+    """Bind all threads of this process, and what they start, to its share of the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        log.warning("training.cpu_affinity: this system cannot bind processes to cores")
+        return
+    share = share_of(_cores_at_first(), local_rank, local_world_size)
+    if not share:
+        log.warning("training.cpu_affinity: %d processes share fewer cores than that", local_world_size)
+        return
+    # The call binds one thread; those that torch has started already need one each.
+    for thread in _threads():
+        try:
+            os.sched_setaffinity(thread, share)
+        except ProcessLookupError:
+            continue
+
+
+def _without_onednn(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@functools.cache
+def _onednn_at_first() -> bool:
+    """Whether whoever trains here lets oneDNN compute at all."""
+    return bool(torch._C._get_mkldnn_enabled())
+
+
+@functools.cache
+def _cores_at_first() -> list[int]:
+    """The cores before any binding: a second training in this process divides them anew."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def _threads() -> list[int]:
+    try:
+        return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return [0]

@@ -1,0 +1,230 @@
+"""The step: the only place where a model learns.
+
+1. For each micro-batch: forward under the run's precision, loss, backward. Ranks synchronise in the last backward only.
+2. The gradients are weighed by count, so that k micro-batches on w ranks give what one large batch would.
+3. Unscale, clip, update, schedule, clear.
+Nothing here asks the device for a value: the loss stays where it is and is read some steps later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frameworm.data.steps import StepBatch
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.update import Update
+from frameworm.engine.step.loss import LossFunction
+from frameworm.errors import ModelError
+from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
+from frameworm.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from frameworm.engine.faults.split_on_oom import Halving
+
+
+class StepResult:
+    """What a step leaves behind; the tensors are on the device."""
+
+    __slots__ = ("count", "counts_samples", "loss")
+
+    def __init__(self, loss: torch.Tensor, count: torch.Tensor | float, counts_samples: bool = False) -> None:
+        self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
+        self.count = count
+        self.counts_samples = counts_samples
+
+
+class TrainStep:
+    """One optimizer step on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        loss_function: LossFunction,
+        update: Update,
+        strategy: Strategy,
+        precision: Precision,
+        clock: StepClock,
+    ) -> None:
+        self.model = model
+        self.wrapped = wrapped
+        self.update = update
+        self._loss_function = loss_function
+        self._strategy = strategy
+        self._world_size = strategy.gradient_ranks
+        self._shares_gradients = strategy.gradient_ranks == strategy.world_size
+        self._autocast = precision.autocast
+        self.scaler = precision.scaler
+        self._mark: Callable[[str], None] = clock.mark
+        self._first = True
+        self._after_step = strategy.after_step if strategy.acts_after_steps else None
+        self.halving: Halving | None = None
+
+    def run(self, step: int, batch: StepBatch) -> StepResult:
+        """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
+        schedule = self.update.schedule
+        schedule.before_step(step)
+        if self.update.halves is not None:
+            self.update.halves.follow()
+        result = self.compute(batch)
+        if self._after_step is not None and self._after_step(self.model, step + 1):
+            self._mark(COMMUNICATION_EXPOSED)
+        schedule.after_step()
+        return result
+
+    def compute(self, batch: StepBatch) -> StepResult:
+        """What the device does in a step: gradients and update, at the rates that are set."""
+        result, factor = self.gradients(batch) if self.halving is None else self.halving.gradients(self, batch)
+        if self._first:
+            self._strategy.check_gradients(self.model)
+            self._first = False
+        self.update.apply(factor)
+        self._mark(OPTIMIZER)
+        return result
+
+    def gradients(
+        self, batch: StepBatch, meet: Callable[[], None] | None = None
+    ) -> tuple[StepResult, torch.Tensor | None]:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            meet: Averages over the ranks in place of the strategy: before it is called no rank waits for another.
+
+        Returns:
+            The result, and what the gradients must still be multiplied with (None: nothing).
+        """
+        halves = self.update.halves
+        with contextlib.nullcontext() if halves is None else halves.in_place():
+            if len(batch.batches) == 1 and meet is None:
+                return self._only(batch.batches[0], batch)
+            return self._several(batch, meet)
+
+    @contextlib.contextmanager
+    def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
+        """Tell the borders between phases to `mark` instead of the clock."""
+        usual, self._mark = self._mark, mark
+        try:
+            yield
+        finally:
+            self._mark = usual
+
+    def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        try:
+            with self._autocast:
+                computed = self._loss_function(self.wrapped, micro)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ModelError(
+                "a batch norm layer was given a single sample: the last step of an epoch is short, and this rank's "
+                "share of it is one sample; leave that step out (drop_last) or choose another batch size"
+            ) from None
+        except RuntimeError as error:
+            explained = self._strategy.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
+        self._mark(FORWARD)
+        return computed.loss, computed.count
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+        self._mark(BACKWARD)
+
+    def _add_backward(self, loss: torch.Tensor) -> None:
+        """One of several: what is in half precision is added up in fp32."""
+        self._backward(loss)
+        if self.update.halves is not None:
+            self.update.halves.collect()
+
+    def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
+        """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""
+        loss, count = self._forward(micro)
+        samples = batch.samples[0]
+        if self._world_size == 1:
+            self._backward(loss)
+            return StepResult(loss.detach(), samples if count is None else count, count is None), None
+        if count is None:
+            weight = samples * self._world_size / batch.global_samples
+            self._backward(loss if weight == 1 else loss * weight)
+            return StepResult(loss.detach(), samples, True), None
+        counted = _as_count(count, loss, samples)
+        total = self._over_ranks(counted)
+        self._backward(loss * _share(counted * self._world_size, total))
+        return StepResult(loss.detach(), counted), None
+
+    def _several(
+        self, batch: StepBatch, meet: Callable[[], None] | None = None
+    ) -> tuple[StepResult, torch.Tensor | None]:
+        """Accumulation: the gradients of all micro-batches add up, the last one synchronises, or `meet` does."""
+        last = len(batch.batches) - (1 if meet is None else 0)
+        loss_sum: torch.Tensor | None = None
+        counted: torch.Tensor | None = None
+        for index, (micro, samples) in enumerate(zip(batch.batches, batch.samples)):
+            if index < last:
+                with self._strategy.no_sync():
+                    loss, count = self._micro(micro, samples, batch)
+            else:
+                loss, count = self._micro(micro, samples, batch)
+            part = loss.detach() * (samples if count is None else count)
+            loss_sum = part if loss_sum is None else loss_sum + part
+            if count is not None:
+                counted = count if counted is None else counted + count
+        assert loss_sum is not None
+        if meet is not None:
+            meet()
+            self._mark(COMMUNICATION_EXPOSED)
+        if counted is None:
+            local = batch.local_samples
+            return StepResult(loss_sum / max(local, 1), local, True), None
+        total = self._over_ranks(counted)
+        reference = self._reference(batch)
+        return StepResult(_share(loss_sum, counted), counted), _share(reference * self._world_size, total)
+
+    def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        loss, count = self._forward(micro)
+        if count is None:
+            self._add_backward(loss * (samples * self._world_size / self._samples(batch)))
+            return loss, None
+        # How much all micro-batches count together is known only after the last: weigh against a constant now, and
+        # let the update multiply by what is missing.
+        counted = _as_count(count, loss, samples)
+        self._add_backward(loss * (counted / self._reference(batch)))
+        return loss, counted
+
+    def _over_ranks(self, counted: torch.Tensor) -> torch.Tensor:
+        """The count of all ranks; this rank has nothing to do until all have come."""
+        total = counted.clone()
+        if self._world_size > 1:
+            self._strategy.sum_over_ranks(total)
+            self._mark(COMMUNICATION_EXPOSED)
+        return total
+
+    def _reference(self, batch: StepBatch) -> float:
+        """A count of the right size, the same on all ranks, that keeps scaled gradients in range."""
+        return float(self._samples(batch))
+
+    def _samples(self, batch: StepBatch) -> int:
+        """The samples whose gradients are averaged: those of all ranks, or this one's own if ranks go alone."""
+        return batch.global_samples if self._shares_gradients else max(batch.local_samples, 1)
+
+
+def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:
+    """The count as a float tensor on the device; a filler (no samples of its own) counts nothing."""
+    if samples == 0:
+        return torch.zeros((), device=loss.device)
+    if isinstance(count, torch.Tensor):
+        return count.detach().to(loss.device, torch.float32).reshape(())
+    return torch.full((), float(count), device=loss.device)
+
+
+def _share(part: torch.Tensor | float, total: torch.Tensor) -> torch.Tensor:
+    """part / total, and 0 where nothing was counted."""
+    return torch.where(total > 0, part / total.clamp(min=torch.finfo(torch.float32).tiny), torch.zeros_like(total))

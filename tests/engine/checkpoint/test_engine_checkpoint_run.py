@@ -1,0 +1,215 @@
+"""Checkpoints of whole runs: when they are taken, which stay, what the summary says, and what export makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+from workbench import classification, mlp, parameters
+
+from frameworm import Trainer
+from frameworm.cli.main import app
+from frameworm.config.schema import CheckpointConfig, Config
+from frameworm.engine.checkpoint.load import list_checkpoints
+from frameworm.engine.checkpoint.progress import among_best
+from frameworm.engine.checkpoint.timed_saves import TimedSaves
+from frameworm.engine.export import export_weights
+from frameworm.engine.settings import apply_settings
+from frameworm.errors import CheckpointError, RunFolderError, TrainingPreemptedError
+from frameworm.launch.stopping import StopAgreement, StopRequest
+from frameworm.models.workloads import load_weights
+from frameworm.records.schema import EpochRecord
+
+
+def _train(
+    folder: Path, *, resume: bool = False, epochs: int = 2, model: nn.Module | None = None, **settings: Any
+) -> Any:
+    model = model or mlp()
+    trainer = Trainer(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), run_dir=folder, device="cpu", seed=4, **settings
+    )
+    train = DataLoader(classification(32), 4)
+    record = trainer.train(train, DataLoader(classification(8, 1), 4), epochs, resume="auto" if resume else None)
+    return parameters(model), record
+
+
+def _steps(folder: Path) -> list[int]:
+    return [item.step for item in list_checkpoints(folder / "checkpoints")]
+
+
+def test_storage_that_fails_is_in_the_summary_and_training_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from frameworm.engine.checkpoint import rank_writer as share_writing
+
+    write, calls = share_writing.write_file, [0]
+
+    def sometimes(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in (2, 3):
+            raise OSError(28, "No space left on device")
+        return write(*args, **more)
+
+    expected, _ = _train(tmp_path / "well", every_steps=4, mode="sync")
+    monkeypatch.setattr(share_writing, "write_file", sometimes)
+    found, record = _train(tmp_path / "run", every_steps=4, mode="sync")
+    assert torch.equal(expected, found)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["checkpoint"]["count"]) == ("completed", 2)
+    assert any("step 12 could not be written: No space left on device (2 could" in note for note in summary["notes"])
+    assert record.checkpoint.stall_s > 0
+    assert _steps(tmp_path / "run") == [4, 16]
+
+
+def test_the_best_epoch_is_saved_and_stays(tmp_path: Path) -> None:
+    _, record = _train(tmp_path / "run", epochs=5, every_steps=8, keep=1, keep_best=1)
+    losses = [epoch.val_loss for epoch in record.epochs]
+    best = 8 * (1 + losses.index(min(losses)))
+    assert set(_steps(tmp_path / "run")) == {best, 40}
+    done = export_weights(tmp_path / "run", tmp_path / "best.safetensors", which="best")
+    assert done.step == best
+    # It goes on from there, as from any other.
+    expected, _ = _train(tmp_path / "whole", epochs=6, every_steps=None)
+    found, _ = _train(tmp_path / "run", epochs=6, resume=True, every_steps=8, keep=1, keep_best=1)
+    assert torch.equal(expected, found)
+
+
+def test_which_epochs_are_among_the_best() -> None:
+    def epochs(*figures: float | None) -> list[EpochRecord]:
+        return [EpochRecord(number, 1.0, None, figure, figure, None) for number, figure in enumerate(figures, 1)]
+
+    assert among_best(epochs(0.5), "val_loss", 1)
+    assert among_best(epochs(0.5, 0.4), "val_loss", 1)
+    assert not among_best(epochs(0.5, 0.6), "val_loss", 1)
+    assert among_best(epochs(0.5, 0.6), "val_loss", 2)
+    assert among_best(epochs(0.5, 0.6), "val_accuracy", 1)
+    assert not among_best(epochs(0.5, None), "val_loss", 3)
+    assert not among_best(epochs(0.5, float("nan")), "val_loss", 3)
+
+
+def test_saves_by_the_clock() -> None:
+    now = [0.0]
+    timed = TimedSaves(60.0, StopAgreement(StopRequest(), None, 0, 1), lambda: now[0])
+    due = []
+    for step in range(1, 10):
+        now[0] += 25.0
+        due.append(timed.due(step))
+    assert due == [False, False, True, False, False, True, False, False, True]
+
+
+def _timed(rank: int, world_size: int, folder: str) -> list[int]:
+    _train(Path(folder), epochs=8, every_steps=None, every_minutes=0.0002, keep=50)
+    return _steps(Path(folder))
+
+
+@pytest.mark.slow
+def test_ranks_save_by_the_clock_after_the_same_steps(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ranks = run_ranks(_timed, 2, (str(tmp_path / "run"),))
+    assert len(ranks[0]) > 2, "all but the last one are due by the clock"
+    for stored in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        assert len(stored.read().ranks) == 2
+
+
+class _TermInBackward(nn.Module):
+    """Gets the signal in the middle of a step's micro-batches."""
+
+    def __init__(self, at_call: int) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self._calls = 0
+        self._at = at_call
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._calls += self.training
+        if self._calls == self._at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_sigterm_while_gradients_accumulate_saves_after_the_step(tmp_path: Path, mode: str) -> None:
+    expected, _ = _train(tmp_path / "whole", model=_TermInBackward(0), accumulation=4, every_steps=None)
+    with pytest.raises(TrainingPreemptedError, match="saved after step 2 "):
+        # The sixth micro-batch is the second one of step 2.
+        _train(tmp_path / "run", model=_TermInBackward(6), accumulation=4, every_steps=None, mode=mode)
+    assert _steps(tmp_path / "run") == [2]
+    found, _ = _train(tmp_path / "run", model=_TermInBackward(0), accumulation=4, resume=True, every_steps=None)
+    assert torch.equal(expected, found)
+
+
+def test_a_run_that_saves_at_its_end_only_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from frameworm.engine.checkpoint.writer_client import ProcessWriter
+
+    monkeypatch.setattr(ProcessWriter, "start", lambda self: pytest.fail("a process was started"))
+    _train(tmp_path / "run", every_steps=None)
+    assert _steps(tmp_path / "run") == [16]
+
+
+def test_compression_alone_is_that_of_gradients() -> None:
+    config = apply_settings(Config(), {"compression": "int8", "checkpoint": CheckpointConfig(compression="zstd")})
+    assert (config.parallel.compression, config.checkpoint.compression) == ("int8", "zstd")
+
+
+def test_export_writes_what_was_trained(tmp_path: Path) -> None:
+    trained, _ = _train(tmp_path / "run", every_steps=5)
+    out = tmp_path / "sub" / "model.safetensors"
+    done = export_weights(tmp_path / "run", out)
+    assert (done.step, done.tensors, done.size_bytes) == (16, 4, out.stat().st_size)
+    other = mlp(seed=9)
+    load_weights(other, out)
+    assert torch.equal(parameters(other), trained)
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["step"] == "16"
+    half = export_weights(tmp_path / "run", tmp_path / "half.safetensors", which="10", dtype="bfloat16")
+    assert half.step == 10
+    assert {item.dtype for item in load_file(tmp_path / "half.safetensors").values()} == {torch.bfloat16}
+    with pytest.raises(RunFolderError, match="exists"):
+        export_weights(tmp_path / "run", out)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 10, 15, 16"):
+        export_weights(tmp_path / "run", tmp_path / "x", which="3")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000016")  # the one at the end of an epoch
+    with pytest.raises(CheckpointError, match="end of an epoch"):
+        export_weights(tmp_path / "run", tmp_path / "x", which="best")
+
+
+def test_export_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frameworm.cli.train.log_to_screen", lambda leads: None)  # it would outlive this screen
+    from typer.testing import CliRunner
+
+    _train(tmp_path / "run")
+    result = CliRunner().invoke(
+        app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.safetensors"), "--json"]
+    )
+    assert json.loads(result.stdout)["step"] == 16
+    wrong = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "n"), "--dtype", "int8"])
+    assert "float32, bfloat16, float16" in str(wrong.exception)
+
+
+def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from frameworm.engine.export import export_compiled
+    from frameworm.errors import ModelError
+    from frameworm.models.workloads import Workload
+
+    _train(tmp_path / "run")
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    batch = next(iter(DataLoader(classification(8), 4)))
+    with pytest.raises(ModelError, match=r"no compiler here.*without --compiled"):
+        export_compiled(tmp_path / "run", tmp_path / "m.pt2", Workload(mlp(), None), batch, device="cpu")
+    with pytest.raises(RunFolderError, match=r"--out .*m\.pt2"):
+        export_compiled(tmp_path / "run", tmp_path / "m", Workload(mlp(), None), batch, device="cpu")
