@@ -27,9 +27,9 @@ from harness import RESULTS, names_among, table, tell_progress, write_results
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.scaling.batch_search import BatchSizeReport
-from frameworm.tune.batch_size import STEPS, BatchSizeFinder
-from frameworm.tune.batch_trial import TrialJob
-from frameworm.tune.family import free_port, run_family
+from frameworm.tune.batch_size.search import STEPS, BatchSizeFinder
+from frameworm.tune.processes.batch_trial import TrialJob
+from frameworm.tune.processes.process_tree import free_port, run_family
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ERROR_GOAL, TRIALS_GOAL, SECONDS_GOAL = 0.03, 8, 90.0

@@ -60,7 +60,7 @@ from live import Gate, Live, Plan, Train
 from peers import run_config
 
 from frameworm.config.load import load_config
-from frameworm.tune.journal import JOURNAL_NAME
+from frameworm.tune.search.journal import JOURNAL_NAME
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PARTS = ("shipped", "own", "quickstart", "regret")

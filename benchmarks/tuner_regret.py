@@ -17,11 +17,11 @@ from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, StepEvidence, prove
-from frameworm.tune.context import Context, WorkloadFacts, apply_changes
-from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import Knob, all_knobs
-from frameworm.tune.outcomes import Budget, ProofRequest, ProofResult, TrialRequest, TrialResult
-from frameworm.tune.search import Search, search_name
+from frameworm.tune.knobs.base import Knob, all_knobs
+from frameworm.tune.knobs.context import Context, WorkloadFacts, apply_changes
+from frameworm.tune.search.journal import Journal
+from frameworm.tune.search.search import Search, search_name
+from frameworm.tune.trials.outcomes import Budget, ProofRequest, ProofResult, TrialRequest, TrialResult
 
 Setting = tuple[Any, ...]
 NOISE = 0.01
@@ -162,7 +162,7 @@ def real(path: Path, overrides: Sequence[str], folder: Path, rounds: int, most: 
         most: Try no more combinations than this (to see that it works).
     """
     from frameworm.tune.facts import look_around
-    from frameworm.tune.runner import TrialRunner
+    from frameworm.tune.trials.runner import TrialRunner
     from frameworm.tune.tuner import tune
 
     config = load_config(path, overrides)

@@ -14,13 +14,13 @@ from frameworm.observe.profiler import PerformanceProfiler
 from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.public import CompressedDDP, enable_gradient_compression
 from frameworm.scaling.memory import calculate_zero_savings
-from frameworm.tune.analyzer import BottleneckAnalyzer
-from frameworm.tune.find_batch_size import find_optimal_batch_size
-from frameworm.tune.helpers import (
+from frameworm.tune.analyzer.analyzer import BottleneckAnalyzer
+from frameworm.tune.analyzer.helpers import (
     benchmark_training_step,
     measure_optimization_effectiveness,
     profile_memory_usage,
 )
+from frameworm.tune.batch_size.find import find_optimal_batch_size
 
 if TYPE_CHECKING:
     from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer

@@ -77,7 +77,7 @@ class PerformanceGuard:
         if not self._update and not path.exists():
             pytest.skip(f"no baseline at {baseline}: make it with pytest {UPDATE}")
         if callable(subject):
-            from frameworm.tune.step_guard import measure_step
+            from frameworm.tune.analyzer.step_guard import measure_step
 
             run = measure_step(subject, self._name, warmup=warmup, measured_s=measured_s)
         else:

@@ -67,4 +67,4 @@ def test_nothing_is_unpickled_but_what_a_search_hands_to_its_own_trials() -> Non
         for word in ("weights_only=False", "pickle.load", "yaml.load(", "yaml.unsafe", "joblib", "torch.load("):
             if word in text:
                 found.setdefault(str(path.relative_to(SOURCES)), set()).add(word)
-    assert found == {"tune/batch_trial.py": {"weights_only=False", "torch.load("}}
+    assert found == {"tune/processes/batch_trial.py": {"weights_only=False", "torch.load("}}

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from frameworm.tune.outcomes import Budget, Failure, TrialRequest, TrialResult
-from frameworm.tune.result import TuneResult
+from frameworm.tune.search.result import TuneResult
+from frameworm.tune.trials.outcomes import Budget, Failure, TrialRequest, TrialResult
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tune"))
 from simulated_machine import Machine, config_of, planted, search

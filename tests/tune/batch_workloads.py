@@ -138,7 +138,7 @@ def train_an_epoch(micro_batch: int, limit_bytes: int) -> None:
     """Body of a process: a whole epoch with that micro-batch, under the limit of the trials; memory short: code 7."""
     from frameworm.engine.run import run
     from frameworm.hardware.host import address_space_bytes
-    from frameworm.tune.batch_trial import map_libraries, out_of
+    from frameworm.tune.processes.batch_trial import map_libraries, out_of
 
     map_libraries()
     mapped = address_space_bytes()[0] or 0

@@ -15,10 +15,10 @@ from simulated_gpu import CONFIGS, H200, Judged, proof_of, search_on, trial_of
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
-from frameworm.tune.context import Context, WorkloadFacts
-from frameworm.tune.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
-from frameworm.tune.patience import Patience
-from frameworm.tune.result import TuneResult
+from frameworm.tune.knobs.context import Context, WorkloadFacts
+from frameworm.tune.search.result import TuneResult
+from frameworm.tune.trials.outcomes import Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.trials.patience import Patience
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.guard.proof import Mathematics
 from frameworm.models.workloads import Workload
-from frameworm.tune.knobs import Knob
+from frameworm.tune.knobs.base import Knob
 
 SAMPLES, FEATURES = 512, 16
 _PAUSES = {"half": 0.1, "freeze": 0.5, "good": 0.5}

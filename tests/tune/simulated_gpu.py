@@ -19,13 +19,13 @@ from frameworm.config.schema import Config
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Proof, prove
-from frameworm.tune.context import Context, MachineFacts, WorkloadFacts
-from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import all_knobs
-from frameworm.tune.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
-from frameworm.tune.patience import Patience
-from frameworm.tune.result import TuneResult
-from frameworm.tune.search import Search, search_name
+from frameworm.tune.knobs.base import all_knobs
+from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
+from frameworm.tune.search.journal import Journal
+from frameworm.tune.search.result import TuneResult
+from frameworm.tune.search.search import Search, search_name
+from frameworm.tune.trials.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest, TrialResult
+from frameworm.tune.trials.patience import Patience
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRIAL_S, PROOF_S = 4.0, 12.0

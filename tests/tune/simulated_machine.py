@@ -16,10 +16,12 @@ from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, prove
 from frameworm.guard.quality import Quality, SeedEnd, judge_quality
-from frameworm.tune.context import Context, WorkloadFacts
-from frameworm.tune.journal import Journal
-from frameworm.tune.knobs import Knob
-from frameworm.tune.outcomes import (
+from frameworm.tune.knobs.base import Knob
+from frameworm.tune.knobs.context import Context, WorkloadFacts
+from frameworm.tune.search.journal import Journal
+from frameworm.tune.search.result import TuneResult
+from frameworm.tune.search.search import Search, search_name
+from frameworm.tune.trials.outcomes import (
     Budget,
     LongerRequest,
     LongerResult,
@@ -28,8 +30,6 @@ from frameworm.tune.outcomes import (
     TrialRequest,
     TrialResult,
 )
-from frameworm.tune.result import TuneResult
-from frameworm.tune.search import Search, search_name
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "guard"))
 from small_training import train

@@ -14,10 +14,10 @@ from frameworm.config.schema import Config
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Mathematics, Proof
 from frameworm.tune.best_config import render_best
-from frameworm.tune.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
-from frameworm.tune.knobs import Candidate, all_knobs
-from frameworm.tune.outcomes import TrialResult
-from frameworm.tune.result import Accepted, Attempt, TuneResult
+from frameworm.tune.knobs.base import Candidate, all_knobs
+from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.search.result import Accepted, Attempt, TuneResult
+from frameworm.tune.trials.outcomes import TrialResult
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
 GPU = MachineFacts("cuda", bf16=True, capability=9.0, gpus=4, cpus_usable=16, torch_threads=16)

@@ -133,7 +133,7 @@ def _profile_config(
     from frameworm.launch.environment import detect
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import cleanup
-    from frameworm.tune.config_analysis import analyze_config
+    from frameworm.tune.analyzer.config_analysis import analyze_config
 
     log_to_screen(detect().rank == 0)
     with worker_errors():

@@ -13,7 +13,7 @@ import typer
 from frameworm.config.load import load_config
 
 if TYPE_CHECKING:
-    from frameworm.tune.sweep import SweepResult
+    from frameworm.tune.sweep.run import SweepResult
 
 
 def register(app: typer.Typer) -> None:
@@ -50,12 +50,12 @@ def scale(
 
     Weak scaling, two runs each: frameworm scale --config F --world-sizes 1,2,4 --weak --repeats 2 --out sweep
     """
-    from frameworm.tune.sweep_plan import SweepPlan, parse_world_sizes
+    from frameworm.tune.sweep.plan import SweepPlan, parse_world_sizes
 
     sizes = parse_world_sizes(world_sizes)
     loaded = load_config(config, settings)
     from frameworm.launch.allocation import find_allocation
-    from frameworm.tune.sweep import run_sweep
+    from frameworm.tune.sweep.run import run_sweep
 
     allocation = find_allocation()
     if allocation is not None and len(allocation.hosts) == 1:
@@ -90,7 +90,7 @@ def _telling() -> Iterator[Callable[[str], None]]:
 
 def _show(result: SweepResult, as_json: bool) -> None:
     from frameworm.report.scaling.sweep import render_analysis
-    from frameworm.tune.sweep import RESULT_NAME
+    from frameworm.tune.sweep.run import RESULT_NAME
 
     if as_json:
         print((result.out / RESULT_NAME).read_text(encoding="utf-8"), end="")

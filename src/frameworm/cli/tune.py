@@ -61,13 +61,13 @@ def batch_size(
 
     Two ranks, global batch free: frameworm batch-size --config F --distributed --nproc-per-node 2 --free-global-batch
     """
-    from frameworm.tune.zygote import warm_up
+    from frameworm.tune.processes.forkserver import warm_up
 
     warm_up(["frameworm.cli.main"])  # imports torch while this process does
     loaded = load_config(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.batch_size import render_batch_size
-    from frameworm.tune.batch_size import BatchSizeFinder
+    from frameworm.tune.batch_size.search import BatchSizeFinder
 
     with _telling() as tell:
         report = BatchSizeFinder(
@@ -127,14 +127,14 @@ def tune(
     if allow not in (None, "approximate"):
         raise ConfigError(f"--allow {allow}: there is only --allow approximate")
     time_s = parse_duration(budget)
-    from frameworm.tune.zygote import warm_up
+    from frameworm.tune.processes.forkserver import warm_up
 
-    warm_up(["frameworm.tune.live_rank", "frameworm.cli.main"])  # imports torch while this process does
+    warm_up(["frameworm.tune.trials.live_rank", "frameworm.cli.main"])  # imports torch while this process does
     loaded = load_config(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.progress import TuneProgress
-    from frameworm.tune.outcomes import Budget
-    from frameworm.tune.result import Progress
+    from frameworm.tune.search.result import Progress
+    from frameworm.tune.trials.outcomes import Budget
     from frameworm.tune.tuner import BEST_NAME
     from frameworm.tune.tuner import tune as search
 

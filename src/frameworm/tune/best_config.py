@@ -16,7 +16,7 @@ from frameworm.config.source import SourceReader, YamlError, compose, write_yaml
 from frameworm.errors import ConfigError
 from frameworm.report.kit import tables
 from frameworm.report.tune.tables import Gain, numbers, setting
-from frameworm.tune.result import Accepted, TuneResult
+from frameworm.tune.search.result import Accepted, TuneResult
 
 _WIDTH = 120
 _INDENT = 2

@@ -22,8 +22,8 @@ from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
 from frameworm.models.workloads import Workload, build_workload
-from frameworm.tune.batch_data import sample_count
-from frameworm.tune.context import Context, MachineFacts, Planner, WorkloadFacts
+from frameworm.tune.knobs.context import Context, MachineFacts, Planner, WorkloadFacts
+from frameworm.tune.processes.batch_data import sample_count
 
 log = logging.getLogger("frameworm")
 

@@ -10,16 +10,16 @@ from frameworm.config.schema import Config
 from frameworm.records.atomic import write_atomic
 from frameworm.report.tune.page import render_tune
 from frameworm.tune.best_config import render_best
-from frameworm.tune.effort import Effort
 from frameworm.tune.facts import look_around
-from frameworm.tune.journal import SUMMARY_NAME, Journal
-from frameworm.tune.knobs import Knob, all_knobs
-from frameworm.tune.longer import Longer
-from frameworm.tune.outcomes import Budget
-from frameworm.tune.result import Tell, TuneResult
-from frameworm.tune.runner import TrialRunner
-from frameworm.tune.search import Search, search_name
-from frameworm.tune.short_steps import ShortSteps
+from frameworm.tune.knobs.base import Knob, all_knobs
+from frameworm.tune.search.journal import SUMMARY_NAME, Journal
+from frameworm.tune.search.result import Tell, TuneResult
+from frameworm.tune.search.search import Search, search_name
+from frameworm.tune.trials.longer import Longer
+from frameworm.tune.trials.outcomes import Budget
+from frameworm.tune.trials.runner import TrialRunner
+from frameworm.tune.trials.short_steps import ShortSteps
+from frameworm.tune.trials.windows import Effort
 
 BEST_NAME = "best.yaml"
 REPORT_NAME = "report.html"

@@ -1,0 +1,285 @@
+"""`BottleneckAnalyzer`: short experiments with the real step, then the same rules as everyone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from time import perf_counter, time
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.data.adopt import adopt_loader
+from frameworm.data.steps import StepBatch
+from frameworm.diagnose.rules import Judgement, apply_judgement, judge
+from frameworm.engine.settings import api_defaults, apply_settings
+from frameworm.engine.summary import count_parameters, describe_device, measure_memory
+from frameworm.errors import DataError, DeviceError
+from frameworm.hardware.devices import choose_device
+from frameworm.hardware.fingerprint import environment_fingerprint
+from frameworm.launch.environment import detect
+from frameworm.launch.process_group import is_distributed, setup_ddp
+from frameworm.observe.clocks.phases import Timed
+from frameworm.records.account import StepAccount
+from frameworm.records.schema import Batch, Communication, Remedy, RunRecord, StepRecord
+from frameworm.records.statistics import StepAggregate
+from frameworm.tune.analyzer.analysis import Analysis, describe
+from frameworm.tune.analyzer.bench import Bench, Feed
+from frameworm.tune.analyzer.experiments import (
+    AS_IS,
+    AUTOCAST,
+    DOUBLE_BATCH,
+    NO_SYNC,
+    SAME_BATCH,
+    WARM_UP_STEPS,
+    WORKERS,
+    Measured,
+    Variant,
+    run_rounds,
+    standard_variants,
+)
+from frameworm.tune.analyzer.loader_copy import copy_loader, other_workers, workers_of
+from frameworm.tune.analyzer.settle import Gain, settle
+from frameworm.tune.analyzer.untouched import untouched
+
+WORTH_TRYING_WORKERS = 1.05
+CHEAPER_SAMPLES = Remedy(
+    "", None, "make a sample cheaper: do once before training what the data set does on every access"
+)
+
+
+class BottleneckAnalyzer:
+    """Says what holds a training back, by trying.
+
+    The real step runs in variants that differ in one thing: the same batch again (no data to wait for), `no_sync` (no
+    communication), half and twice the batch, autocast on or off, and another number of loader workers. Afterwards
+    model, optimizer, random generators and loader are as they were found, to the last bit.
+
+    Args:
+        model: The model, on `device`; it may be under DDP. In a process group every rank makes the same call.
+        train_loader: What `Trainer.train` takes.
+        device: Where the model is; None: where its parameters are.
+        optimizer: The optimizer; without one the experiments use an AdamW of their own.
+        loss_fn: As for `Trainer`.
+        config: Settings as a whole; keywords below win over it.
+        budget_s: Time for the experiments; a slow step may take it further, as three rounds are the least.
+        **settings: Fields of the config by name, as for `Trainer`.
+
+    Example:
+        >>> analysis = BottleneckAnalyzer(model, loader, "cuda").analyze()
+        >>> analysis["findings"][0]["code"]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Any,
+        device: torch.device | str | int | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        config: Config | None = None,
+        budget_s: float = 30.0,
+        **settings: Any,
+    ) -> None:
+        self._model = model
+        self._loader = train_loader
+        self._device = device_of(model, device)
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._config = apply_settings(api_defaults() if config is None else config, settings)
+        self._budget_s = budget_s
+
+    def analyze(self) -> dict[str, Any]:
+        """Run the experiments.
+
+        Returns:
+            `compute` {time_ms, throughput}, `communication` {time_ms, bandwidth_gbps, param_size_mb}, `data_loading`
+            {time_ms, wait_ms, num_workers, tried_workers}, `memory` {allocated_gb, reserved_gb, peak_gb, total_gb,
+            usage_pct}, `verdict`, `findings` as in a run's summary, and `experiments` with every variant's step time
+            and what was skipped. Unknown is None. Times are those of one step on this rank.
+        """
+        analysis = self.run()
+        apply_judgement(analysis.record, self.judge(analysis))
+        return describe(analysis, self._model, self._device)
+
+    def run(self) -> Analysis:
+        """The experiments, as records."""
+        began = perf_counter()
+        optimizer = self._optimizer
+        notes = []
+        if optimizer is None:
+            optimizer = torch.optim.AdamW([item for item in self._model.parameters() if item.requires_grad])
+            notes.append("no optimizer was given: the experiments used AdamW")
+        if self._config.gpu.capture != "off":
+            notes.append("the experiments ran the step uncaptured (gpu.capture)")
+        dataset = getattr(self._loader, "dataset", None)
+        with untouched(self._model, optimizer, self._device, dataset), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of variants the user never asked for
+            analysis = self._experiment(optimizer, began)
+        analysis.record.notes += notes
+        return analysis
+
+    def _experiment(self, optimizer: torch.optim.Optimizer, began: float) -> Analysis:
+        config, device = self._config, self._device
+        bench = Bench(self._model, optimizer, self._loss_fn, device, config)
+        feeds: list[Feed] = []
+        try:
+            feed = self._feed(bench, None)
+            feeds.append(feed)
+            first = _first(feed)
+            bench.block(lambda: first, WARM_UP_STEPS)
+            measured = Measured()
+            variants = standard_variants(bench, feed, first, measured, compiled=config.gpu.compile_model)
+            other = other_workers(self._loader, _local_world_size())
+
+            def more(times: dict[str, float]) -> dict[str, Variant]:
+                if other is None or bench.agreed(times[AS_IS] / times[SAME_BATCH]) < WORTH_TRYING_WORKERS:
+                    return {}
+                trial = self._feed(bench, other)
+                feeds.append(trial)
+                return {WORKERS: Variant(trial, drop=trial.ahead + 1)}
+
+            left_s = self._budget_s - bench.agreed(perf_counter() - began)
+            run_rounds(bench, variants, measured, budget_s=left_s, more=more)
+        finally:
+            for item in feeds:
+                item.close()
+        workers = workers_of(self._loader)
+        gains = measured_gains(measured, bench, first, workers, other if WORKERS in variants else None)
+        record = self._record(bench, measured, first, workers, perf_counter() - began)
+        return Analysis(
+            record,
+            measured,
+            gains,
+            first.global_samples,
+            workers,
+            other if WORKERS in variants else None,
+            perf_counter() - began,
+        )
+
+    def _feed(self, bench: Bench, num_workers: int | None) -> Feed:
+        strategy, training = bench.strategy, self._config.training
+        accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
+        loader, _ = adopt_loader(
+            copy_loader(self._loader, num_workers),
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+            accumulation=accumulation,
+            seed=self._config.seed,
+            local_world_size=_local_world_size(),
+        )
+        return Feed(loader, bench.device, strategy, accumulation)
+
+    def _record(
+        self, bench: Bench, measured: Measured, first: StepBatch, workers: int | None, wall_s: float
+    ) -> RunRecord:
+        """The steps as they are, as a run's record."""
+        steps = [_step_record(number, timed) for number, timed in enumerate(measured.as_is, start=1)]
+        aggregate = StepAggregate(warmup=0)
+        for step in steps:
+            aggregate.add(step)
+        device, strategy = bench.device, bench.strategy
+        exposed = aggregate.phases().get("communication_exposed")
+        accumulation = len(first.batches)
+        micro = max(first.samples, default=0) or None
+        several = strategy.world_size > 1
+        return RunRecord(
+            name=self._config.name,
+            status="completed",
+            environment={**environment_fingerprint(device), "num_workers": workers},
+            batch=Batch(micro, accumulation, strategy.world_size, first.global_samples),
+            wall_s=wall_s,
+            steps=len(steps),
+            device=describe_device(device),
+            strategy=strategy.name,
+            precision={"off": "fp32"}.get(bench.precision.name, bench.precision.name),
+            parameters=count_parameters(bench.model),
+            throughput=aggregate.throughput(strategy.world_size),
+            phases=aggregate.phases(),
+            communication=Communication(
+                total_s=aggregate.communication_s() if several else 0.0,
+                exposed_s=(None if exposed is None else exposed.mean_s) if several else 0.0,
+                bytes_per_step=strategy.communicated_bytes(bench.model),
+            ),
+            memory=measure_memory(device),
+            padding_waste=aggregate.padding_waste(),
+            slow_steps=aggregate.slow_steps(),
+        )
+
+    def judge(self, analysis: Analysis) -> Judgement:
+        """The rules on the steps as they are, with what the experiments measured."""
+        account = StepAccount(warmup=0).extend(
+            _step_record(number, timed) for number, timed in enumerate(analysis.measured.as_is, start=1)
+        )
+        return settle(judge(analysis.record, steps=account, config=self._config), analysis.gains)
+
+
+def measured_gains(
+    measured: Measured, bench: Bench, first: StepBatch, workers: int | None, tried: int | None
+) -> dict[str, Gain]:
+    """By code, what taking the cause away gained."""
+    found: dict[str, Gain] = {}
+    without_data = measured.gain(AS_IS, SAME_BATCH)
+    if without_data is not None:
+        other = measured.gain(AS_IS, WORKERS)
+        if other is not None and other.low > 1.0:
+            remedy = Remedy("data.num_workers", tried, f"{tried} loader processes: measured here")
+            words = f"{tried} loader processes instead of {workers}"
+            found["input_bound"] = Gain(other, words, remedy, cost=without_data)
+        else:
+            figures = {} if other is None else {"tried_workers": tried, "tried_workers_speedup": other.value}
+            found["input_bound"] = Gain(
+                without_data,
+                "the same batch again, without the loader",
+                figures=figures,
+                refuted=None if other is None else "data.num_workers",
+                instead=CHEAPER_SAMPLES,
+            )
+    without_ranks = measured.gain(SAME_BATCH, NO_SYNC)
+    if without_ranks is not None:
+        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent")
+    cast = measured.gain(SAME_BATCH, AUTOCAST)
+    if cast is not None and bench.precision.name == "off":
+        word = bench.other_precision.name
+        remedy = Remedy("gpu.mixed_precision", word, f"compute in {word}, keep weights in fp32: measured here")
+        found["precision_unused"] = Gain(cast, f"forward and backward in {word}", remedy)
+    double = measured.gain(SAME_BATCH, DOUBLE_BATCH)
+    if double is not None:
+        micro = max(first.samples)
+        remedy = Remedy("training.micro_batch", 2 * micro, f"micro-batches of {2 * micro} samples, with lr to match")
+        found["small_batch"] = Gain(double.scaled(2.0), "twice the batch, per sample", remedy, {"micro_batch": micro})
+    return found
+
+
+def _step_record(number: int, timed: Timed) -> StepRecord:
+    _, (samples, tokens, padded) = timed.payload
+    total_s = None if timed.communication is None else timed.communication.total_s
+    return StepRecord(
+        number, 1, time(), timed.step_s, timed.values[0], None, samples, samples, tokens, padded,
+        phases=timed.phases, communication_s=total_s,
+    )  # fmt: skip
+
+
+def _first(feed: Feed) -> StepBatch:
+    try:
+        return feed()
+    except StopIteration:
+        raise DataError("the loader yields no batch, so that there is nothing to analyze") from None
+
+
+def _local_world_size() -> int:
+    return (setup_ddp() if is_distributed() else detect()).local_world_size
+
+
+def device_of(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    """The device that is meant, which must be the model's."""
+    found = next((item.device for item in model.parameters()), None)
+    if device is None:
+        return choose_device() if found is None else found
+    asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found is not None and (found.type != asked.type or asked.index not in (None, found.index)):
+        raise DeviceError(f"the model is on {found}, not on {asked}: move it there first, model.to({str(asked)!r})")
+    return asked if found is None else found

@@ -1,0 +1,177 @@
+"""The engine's step on one model, to be run in blocks: from a loader without an end, or on the same batch again."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from frameworm.config.schema import Config
+from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.steps import StepBatch, StepSource
+from frameworm.engine.model.activations import apply_checkpointing
+from frameworm.engine.model.compilation import Compiler
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.schedule import NoSchedule
+from frameworm.engine.optim.update import Update
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.step import TrainStep
+from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
+from frameworm.observe.clocks.communication import recorded
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.phases import DATA_WAIT, OTHER, Timed
+from frameworm.parallel.choose import choose_strategy
+from frameworm.parallel.strategy import Strategy
+from frameworm.tune.analyzer.loader_copy import batches_ahead, end_workers
+
+
+class Feed:
+    """Steps of a loader without an end: an epoch after the other."""
+
+    def __init__(self, loader: Any, device: torch.device, strategy: Strategy, accumulation: int) -> None:
+        self.ahead = batches_ahead(loader)
+        self._loader = loader
+        self._source = StepSource(
+            CudaDataLoader(loader, device),
+            accumulation=accumulation,
+            world_size=strategy.world_size,
+            sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
+            max_over_ranks=lambda value: all_reduce_max(value, device),
+        )
+        self._epoch = 0
+        self._steps: Iterator[StepBatch] | None = None
+
+    def __call__(self) -> StepBatch:
+        """The next step's batches."""
+        batch = next(self._steps, None) if self._steps is not None else None
+        if batch is None:
+            self._steps = self._source.epoch(self._epoch)
+            self._epoch += 1
+            batch = next(self._steps)
+        return batch
+
+    def close(self) -> None:
+        """End the workers."""
+        self._steps = None
+        end_workers(self._loader)
+
+
+class Replicas(Strategy):
+    """A model that its owner has put under DDP."""
+
+    name = "ddp"
+
+    def __init__(self, device: torch.device, wrapped: DistributedDataParallel) -> None:
+        super().__init__(device, dist.get_rank(), dist.get_world_size())
+        self._wrapped = wrapped
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return self._wrapped
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._wrapped.no_sync()
+
+    def sum_over_ranks(self, value: torch.Tensor) -> None:
+        dist.all_reduce(value)
+
+    def communicated_bytes(self, model: nn.Module) -> int | None:
+        return sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
+
+
+class Bench:
+    """The engine's step on one model, in two precisions, with a clock that divides it into phases."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None,
+        device: torch.device,
+        config: Config,
+    ) -> None:
+        self.device = device
+        self.strategy = find_strategy(model, device, config)
+        self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        wrapped = self.strategy.place(self.model)
+        apply_checkpointing(self.model, config.memory)
+        Compiler(config.gpu, captured=False).apply(self.model)
+        self._clock = make_clock(device)
+        self.strategy.wrap_hook(lambda hook: recorded(hook, self._clock.record_buckets()))
+        loss = LossFunction(self.model, loss_fn)
+        self.precision = Precision(config.gpu.mixed_precision, device)
+        other = "off" if self.precision.name != "off" else "auto" if device.type == "cuda" else "bf16"
+        self.other_precision = Precision(other, device)
+        self._steps = [
+            TrainStep(
+                self.model,
+                wrapped,
+                loss,
+                Update(self.model.parameters(), optimizer, NoSchedule(), precision, config.training.clip_norm, device),
+                self.strategy,
+                precision,
+                self._clock,
+            )
+            for precision in (self.precision, self.other_precision)
+        ]
+        wrapped.train()
+
+    def block(
+        self,
+        next_batch: Callable[[], StepBatch],
+        steps: int,
+        *,
+        drop: int = 0,
+        sync: bool = True,
+        other_precision: bool = False,
+    ) -> list[Timed]:
+        """Run some steps; those after the first `drop` as they were measured."""
+        step = self._steps[int(other_precision)]
+        clock, timed = self._clock, []
+        clock.start()
+        for number in range(drop + steps):
+            clock.divide()
+            clock.mark(OTHER)
+            batch = next_batch()
+            clock.mark(DATA_WAIT)
+            with contextlib.nullcontext() if sync else self.strategy.no_sync():
+                result = step.run(number, batch)
+            timed += clock.end_step((number, batch_figures(batch)), (result.loss,))
+        timed += clock.drain()
+        return [item for item in timed if item.payload[0] >= drop]
+
+    def agreed(self, seconds: float) -> float:
+        """The longest time on any rank: decisions that follow from it are the same on all."""
+        return all_reduce_max(seconds, self.device)
+
+
+def find_strategy(model: nn.Module, device: torch.device, config: Config) -> Strategy:
+    """How the model runs in this process: as its owner wrapped it, or as the engine would."""
+    if isinstance(model, DistributedDataParallel):
+        return Replicas(device, model)
+    if not dist.is_initialized():
+        return Strategy(device)
+    process = setup_ddp()
+    return choose_strategy(config.parallel, device, rank=process.rank, world_size=process.world_size)
+
+
+def step_of(batch: Any, world_size: int = 1) -> StepBatch:
+    """A step of one batch."""
+    samples = batch_size_of(batch) or 1
+    return StepBatch([batch], [samples], samples * world_size)
+
+
+def batch_figures(batch: StepBatch) -> tuple[int, int | None, int | None]:
+    """Samples, tokens and tokens with padding of a step on this rank."""
+    return batch.local_samples, batch.tokens, batch.padded_tokens
+
+
+def mean_step_s(timed: Sequence[Timed]) -> float:
+    """Mean time of the steps of a block."""
+    return statistics.fmean(item.step_s for item in timed)

@@ -1,0 +1,216 @@
+"""Short controlled experiments with the engine's own step: the same step again with one thing changed.
+
+Variants take turns, block by block, so that a machine that slows down does so for all of them; gains are taken within
+a round and reported as the median over the rounds with a bootstrap 95% interval.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from frameworm.data.prefetch import batch_size_of, tensors_in
+from frameworm.data.steps import StepBatch
+from frameworm.observe.clocks.phases import Timed
+from frameworm.tune.analyzer.bench import Bench, Feed, mean_step_s
+
+AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST = "as_is", "same_batch", "no_sync", "autocast"
+HALF_BATCH, DOUBLE_BATCH, WORKERS = "half_batch", "double_batch", "other_workers"
+
+RESAMPLES = 2_000
+WARM_UP_STEPS = 3
+FEWEST_BLOCK_STEPS, MOST_BLOCK_STEPS = 4, 40
+FIRST_LOOK_STEPS = 2
+HOPELESS = 5.0  # times as slow; twice the batch takes twice the time
+MORE_LOOKS, LONGEST_PAUSE_S = 3, 0.5
+FEWEST_ROUNDS, ROUNDS = 3, 7
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median over the rounds and where it lies with 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Interval:
+        """The figure times a number that is known."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+def median_interval(values: Sequence[float], resamples: int = RESAMPLES) -> Interval | None:
+    """The median with a percentile bootstrap from a generator of its own; None for fewer than three values."""
+    if len(values) < 3:
+        return None
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
+    cut = round(0.025 * resamples)
+    return Interval(statistics.median(values), medians[cut], medians[resamples - 1 - cut])
+
+
+@dataclass
+class Measured:
+    """Mean step of each variant in each round, and what could not be tried."""
+
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    as_is: list[Timed] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def step_s(self, variant: str) -> Interval | None:
+        """Step time of a variant."""
+        return median_interval([item[variant] for item in self.rounds if variant in item])
+
+    def gain(self, before: str, after: str) -> Interval | None:
+        """How many times as fast the second variant is, round by round."""
+        both = [item for item in self.rounds if before in item and after in item]
+        return median_interval([item[before] / item[after] for item in both])
+
+
+def resized(step: StepBatch, factor: float) -> StepBatch | None:
+    """The same step with half or twice the samples in each micro-batch; None where a batch cannot be cut like that."""
+    batches = []
+    for batch in step.batches:
+        size = batch_size_of(batch)
+        if size is None or size < 2 or any(item.dim() == 0 or len(item) != size for item in tensors_in(batch)):
+            return None
+        changed = _resized(batch, size // 2 if factor < 1 else None)
+        if changed is None:
+            return None
+        batches.append(changed)
+    samples = [batch_size_of(batch) or 0 for batch in batches]
+    scale = sum(samples) / max(step.local_samples, 1)
+    return StepBatch(batches, samples, round(step.global_samples * scale))
+
+
+def _resized(value: Any, keep: int | None) -> Any:
+    """The first `keep` samples, or all of them twice."""
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value, value]) if keep is None else value[:keep].clone()
+    if isinstance(value, Mapping) and type(value) is dict:
+        items = {name: _resized(item, keep) for name, item in value.items()}
+        return None if any(item is None for item in items.values()) else items
+    if type(value) in (tuple, list):
+        parts = [_resized(item, keep) for item in value]
+        return None if any(item is None for item in parts) else type(value)(parts)
+    return None
+
+
+@dataclass
+class Variant:
+    """One thing changed."""
+
+    next_batch: Callable[[], StepBatch]
+    drop: int = 1  # the first step after another variant finds cold caches
+    sync: bool = True
+    other_precision: bool = False
+    bench: Bench | None = None  # where variants differ in more than one step can
+
+    def run(self, bench: Bench, steps: int) -> list[Timed]:
+        """One block."""
+        return (self.bench or bench).block(
+            self.next_batch, steps, drop=self.drop, sync=self.sync, other_precision=self.other_precision
+        )
+
+
+def standard_variants(
+    bench: Bench, feed: Feed, first: StepBatch, measured: Measured, *, compiled: bool = False
+) -> dict[str, Variant]:
+    """What is tried on every model; what cannot be is noted in `measured.skipped`."""
+    found = {AS_IS: Variant(feed, drop=feed.ahead + 1), SAME_BATCH: Variant(lambda: first)}
+    if bench.strategy.world_size > 1:
+        found[NO_SYNC] = Variant(lambda: first, sync=False)
+    if compiled:
+        for name in (AUTOCAST, HALF_BATCH, DOUBLE_BATCH):
+            measured.skipped[name] = "the model is compiled, and would be compiled anew for it"
+        return found
+    if bench.other_precision.scaler is None:
+        found[AUTOCAST] = Variant(lambda: first, other_precision=True)
+    else:
+        measured.skipped[AUTOCAST] = "fp16 needs a loss scale that takes many steps to settle"
+    for name, factor in ((HALF_BATCH, 0.5), (DOUBLE_BATCH, 2.0)):
+        if bench.strategy.world_size > 1:
+            measured.skipped[name] = "with several ranks one that runs out of memory would leave the others waiting"
+            continue
+        changed = resized(first, factor)
+        if changed is None:
+            measured.skipped[name] = "the batches are of a kind that cannot be cut or doubled"
+        else:
+            found[name] = Variant(lambda changed=changed: changed)  # type: ignore[misc]
+    return found
+
+
+def run_rounds(
+    bench: Bench,
+    variants: dict[str, Variant],
+    measured: Measured,
+    *,
+    budget_s: float,
+    more: Callable[[dict[str, float]], Mapping[str, Variant]] = lambda first_round: {},
+    longest: str = AS_IS,
+) -> None:
+    """Let the variants take turns until the time is up.
+
+    Args:
+        budget_s: Time for everything, from now on.
+        more: From the first round to further variants that are worth trying.
+        longest: The variant whose step is not shorter than that of those.
+    """
+    began = perf_counter()
+    steps = dict.fromkeys(variants, 0)
+    for number in range(ROUNDS + 1):
+        round_began = perf_counter()
+        times: dict[str, float] = {}
+        names = list(variants)
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            count = steps.get(name) or FIRST_LOOK_STEPS
+            try:
+                timed = variants[name].run(bench, count)
+            except torch.OutOfMemoryError:
+                measured.skipped[name] = "it does not fit into memory"
+                del variants[name]
+                torch.cuda.empty_cache()
+                continue
+            times[name] = mean_step_s(timed)
+            if name == AS_IS and number:
+                measured.as_is += timed
+        if number == 0:  # shows what a step costs, and how many a block may have
+            _drop_hopeless(bench, variants, times, longest, measured)
+            variants.update(more(times))
+            share_s = 0.9 * budget_s / (ROUNDS + 1) / len(variants)
+            for name, variant in variants.items():
+                step_s = bench.agreed(times.get(name, times[longest]))
+                fitting = int(share_s / step_s) - variant.drop if step_s > 0 else MOST_BLOCK_STEPS
+                steps[name] = min(max(fitting, FEWEST_BLOCK_STEPS), MOST_BLOCK_STEPS)
+        else:
+            measured.rounds.append(times)
+        spent_s = bench.agreed(perf_counter() - began)
+        if number >= FEWEST_ROUNDS and spent_s + bench.agreed(perf_counter() - round_began) > budget_s:
+            break
+
+
+def _drop_hopeless(
+    bench: Bench, variants: dict[str, Variant], times: Mapping[str, float], longest: str, measured: Measured
+) -> None:
+    """What is many times slower would only use up the time of the others.
+
+    One pause of a busy host makes a short step that slow too: before it is believed of one, both are looked at again.
+    """
+    for name in [name for name in variants if name in times and name not in (longest, SAME_BATCH)]:
+        own_s, longest_s = times[name], times[longest]
+        for _ in range(MORE_LOOKS):
+            if bench.agreed(own_s / longest_s) <= HOPELESS or bench.agreed(own_s) > LONGEST_PAUSE_S:
+                break
+            longest_s = max(longest_s, mean_step_s(variants[longest].run(bench, FIRST_LOOK_STEPS)))
+            own_s = min(own_s, mean_step_s(variants[name].run(bench, FIRST_LOOK_STEPS)))
+        slower = bench.agreed(own_s / longest_s)
+        if slower > HOPELESS:
+            measured.skipped[name] = f"its step takes {slower:.0f} times as long at the first look"
+            del variants[name]

@@ -1,0 +1,183 @@
+"""Small measurements on the same engine: one step, its memory, and two settings against each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.engine.settings import api_defaults, apply_settings
+from frameworm.engine.summary import measure_memory
+from frameworm.errors import ConfigError
+from frameworm.records.statistics import statistics
+from frameworm.tune.analyzer.analyzer import device_of
+from frameworm.tune.analyzer.bench import Bench, mean_step_s, step_of
+from frameworm.tune.analyzer.experiments import Measured, Variant, run_rounds
+from frameworm.tune.analyzer.untouched import untouched
+
+BEFORE, AFTER = "before", "after"
+
+
+def benchmark_training_step(
+    model: nn.Module,
+    batch: Any,
+    device: torch.device | str | int | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    steps: int = 20,
+    warmup: int = 3,
+    config: Config | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Time the training step on one batch, which must be on the model's device; nothing is changed by it.
+
+    Args:
+        model: The model.
+        batch: One batch, as the loader yields it.
+        device: The model's device.
+        optimizer: Without one an AdamW of its own.
+        loss_fn: As for `Trainer`.
+        steps: Steps that count.
+        warmup: Steps before them.
+        config: Settings as a whole; keywords win over it.
+        **settings: As for `Trainer`.
+
+    Returns:
+        `step_ms` {mean, std, min, max, p50, p95, p99}, `phases_ms` {name: mean}, `samples_per_s`, `steps`.
+    """
+    place = device_of(model, device)
+    chosen = apply_settings(api_defaults() if config is None else config, settings)
+    used = _optimizer(model, optimizer)
+    with untouched(model, used, place):
+        bench = Bench(model, used, loss_fn, place, chosen)
+        step = step_of(batch, bench.strategy.world_size)
+        timed = bench.block(lambda: step, steps, drop=warmup)
+    spread = statistics(item.step_s for item in timed)
+    assert spread is not None, "at least one step was measured"
+    names = dict.fromkeys(name for item in timed for name in item.phases)
+    return {
+        "step_ms": {name: getattr(spread, name) * 1e3 for name in ("mean", "std", "min", "max", "p50", "p95", "p99")},
+        "phases_ms": {name: sum(item.phases.get(name, 0.0) for item in timed) / len(timed) * 1e3 for name in names},
+        "samples_per_s": step.global_samples / mean_step_s(timed),
+        "steps": len(timed),
+    }
+
+
+def profile_memory_usage(
+    model: nn.Module,
+    batch: Any,
+    device: torch.device | str | int | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> dict[str, int | None]:
+    """Bytes a training step needs; arguments as for `benchmark_training_step`.
+
+    Returns:
+        `parameters`, `gradients`, `optimizer` and `buffers` by their tensors; `activations`, what forward keeps for
+        backward beside them (by the tensors autograd saved); `peak` of the process so far, on a GPU by the allocator,
+        and `total`.
+    """
+    place = device_of(model, device)
+    chosen = apply_settings(api_defaults() if config is None else config, settings)
+    used = _optimizer(model, optimizer)
+    gc.collect()
+    saved: dict[int, int] = {}
+    own = {item.untyped_storage().data_ptr() for item in [*model.parameters(), *model.buffers()]}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with untouched(model, used, place):
+        bench = Bench(model, used, loss_fn, place, chosen)
+        step = step_of(batch, bench.strategy.world_size)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            bench.block(lambda: step, 1)
+        state = [item for values in used.state.values() for item in values.values() if isinstance(item, torch.Tensor)]
+        optimizer_bytes = sum(map(_size, state))
+    memory = measure_memory(place)
+    trainable = [item for item in model.parameters() if item.requires_grad]
+    return {
+        "parameters": sum(map(_size, model.parameters())),
+        "gradients": sum(map(_size, trainable)),
+        "optimizer": optimizer_bytes,
+        "buffers": sum(map(_size, model.buffers())),
+        "activations": sum(saved.values()),
+        "peak": memory.peak_bytes,
+        "total": memory.total_bytes,
+    }
+
+
+def measure_optimization_effectiveness(
+    model: nn.Module,
+    batch: Any,
+    before: Config | dict[str, Any],
+    after: Config | dict[str, Any],
+    device: torch.device | str | int | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    budget_s: float = 20.0,
+) -> dict[str, Any]:
+    """Compare two settings of the step on one batch, block by block in turns; nothing is changed by it.
+
+    Args:
+        model: The model.
+        batch: One batch, as the loader yields it, on the model's device.
+        before: Settings as a config, or some of them by name: `{}`.
+        after: The same for the other side: `{"mixed_precision": "bf16"}`.
+        device: The model's device.
+        optimizer: Without one an AdamW of its own.
+        loss_fn: As for `Trainer`.
+        budget_s: Time for both.
+
+    Returns:
+        `before_ms` and `after_ms` per step, `speedup` {value, low, high} (95%), and `effective`: True when the whole
+        interval is above 1, False when it is below, None when it holds both answers.
+    """
+    place = device_of(model, device)
+    used = _optimizer(model, optimizer)
+    measured = Measured()
+    with untouched(model, used, place):
+        sides = {BEFORE: _settings(before), AFTER: _settings(after)}
+        if any(side.gpu.compile_model for side in sides.values()):
+            # A compiled model is compiled for both sides; the other would be timed with it.
+            raise ConfigError("compile_model changes the model itself: compare two runs instead (frameworm compare)")
+        benches = {name: Bench(model, used, loss_fn, place, side) for name, side in sides.items()}
+        step = step_of(batch, benches[BEFORE].strategy.world_size)
+        for bench in benches.values():
+            bench.block(lambda: step, 3)
+        variants = {name: Variant(lambda: step, bench=bench) for name, bench in benches.items()}
+        run_rounds(benches[BEFORE], variants, measured, budget_s=budget_s, longest=BEFORE)
+    before_s, after_s = measured.step_s(BEFORE), measured.step_s(AFTER)
+    gain = measured.gain(BEFORE, AFTER)
+    return {
+        "before_ms": None if before_s is None else before_s.value * 1e3,
+        "after_ms": None if after_s is None else after_s.value * 1e3,
+        "speedup": None if gain is None else {"value": gain.value, "low": gain.low, "high": gain.high},
+        "effective": None if gain is None else True if gain.low > 1 else False if gain.high < 1 else None,
+    }
+
+
+def _settings(side: Config | dict[str, Any]) -> Config:
+    return side if isinstance(side, Config) else apply_settings(api_defaults(), side)
+
+
+def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    if optimizer is not None:
+        return optimizer
+    return torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,105 @@
+"""What experiments do to a judgement: modelled gains become measured ones, guesses that fail become notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from frameworm.diagnose.cost import GAINS
+from frameworm.diagnose.rules import EXPERIMENT, Judgement, with_findings
+from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
+from frameworm.tune.analyzer.experiments import Interval
+
+# Rules see these on a GPU only, and there by signs; an experiment shows them anywhere.
+SEEN_BY_EXPERIMENT = ("small_batch", "precision_unused")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What removing a cause gained when it was tried.
+
+    Attributes:
+        speedup: How many times as fast.
+        experiment: What was done, in words.
+        remedy: The knob that was turned; None where the cause was taken away in a way no setting can.
+        figures: Evidence beside it.
+        refuted: A knob that was turned without gain, and is not advised any more.
+        instead: What remains to do where that was the only advice.
+        cost: Speedup without the cause altogether, where the remedy takes only a part of it.
+    """
+
+    speedup: Interval
+    experiment: str
+    remedy: Remedy | None = None
+    figures: dict[str, Any] | None = None
+    refuted: str | None = None
+    instead: Remedy | None = None
+    cost: Interval | None = None
+
+
+def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
+    """The judgement with what the experiments measured.
+
+    A finding whose cause costs nothing when tried (the upper end of its gain is below that of an `info`) is lowered to
+    `info`; causes that only an experiment can show are added where the lower end is worth a warning.
+    """
+    findings = [_settled(item, gains[item.code]) if item.code in gains else item for item in judgement.findings]
+    there = {item.code for item in findings}
+    findings += [
+        _shown(code, gains[code])
+        for code in SEEN_BY_EXPERIMENT
+        if code in gains and code not in there and gains[code].speedup.low >= GAINS["warning"]
+    ]
+    return with_findings(judgement, findings)
+
+
+def severity_of_gain(gain: Interval) -> str:
+    """How much a measured gain matters, by its lower end."""
+    return next((name for name, least in GAINS.items() if gain.low >= least), "info")
+
+
+def _settled(finding: Finding, gain: Gain) -> Finding:
+    cost = gain.cost or gain.speedup
+    severity = finding.severity
+    if cost.high < GAINS["info"]:
+        severity = "info"
+    elif finding.code in SEEN_BY_EXPERIMENT:
+        severity = severity_of_gain(cost)
+    remedies = [item for item in finding.remedies if gain.refuted is None or item.knob != gain.refuted]
+    if gain.remedy is not None:
+        knob = gain.remedy.knob
+        others = [item for item in remedies if item.knob != knob]
+        remedies = [gain.remedy, *others] if gain.speedup.low > 1 else others
+    if not remedies and gain.instead is not None:
+        remedies = [gain.instead]
+    worth = severity != "info"
+    return Finding(
+        finding.code,
+        severity,
+        finding.share,
+        {**finding.evidence, **_evidence(gain)},
+        remedies if worth else [],
+        _expected(gain.speedup) if worth else None,
+    )
+
+
+def _shown(code: str, gain: Gain) -> Finding:
+    return Finding(
+        code,
+        severity_of_gain(gain.speedup),
+        max(0.0, 1 - 1 / gain.speedup.value),
+        _evidence(gain),
+        [] if gain.remedy is None else [gain.remedy],
+        _expected(gain.speedup),
+    )
+
+
+def _evidence(gain: Gain) -> dict[str, Any]:
+    found = {EXPERIMENT: gain.experiment, "measured_speedup": gain.speedup.value, **(gain.figures or {})}
+    if gain.cost is not None:
+        found["speedup_without_it"] = gain.cost.value
+    return found
+
+
+def _expected(gain: Interval) -> ExpectedSpeedup:
+    return ExpectedSpeedup(gain.value, gain.low, gain.high, "measured")

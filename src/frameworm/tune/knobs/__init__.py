@@ -1,0 +1,5 @@
+"""The settings a search may change: each one object with its values, conditions and effect on the numbers.
+
+In: the context of a search (`context`). Out: candidates. `data`, `device` and `ranks` declare frameworm's own knobs
+and `registry` lists them with those of plugins. `Knob` and `register_knob` are for plugins and scripts.
+"""

@@ -1,0 +1,175 @@
+"""Settings the tuner may change, each one declared object, and the way for others to add theirs.
+
+A plugin names its knobs under the entry point group `frameworm.knobs`: a `Knob`, or a function that returns one or
+several. A script calls `register_knob`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.guard.proof import Mathematics
+from frameworm.tune.knobs.context import Changes, Context, setting_of
+
+GROUP = "frameworm.knobs"
+
+# True, or why it does not apply.
+Applies = Callable[[Context], "bool | str"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One value of a knob, as the changes to the config that bring it about.
+
+    Attributes:
+        knob: Name of the knob.
+        changes: Dotted keys and their new values.
+        mathematics: What this value can change in the numbers.
+        reference: Changes to the baseline under which both sides take the same samples in each step, for the proof.
+        position: Place on the knob's scale, for knobs with `ordered`.
+    """
+
+    knob: str
+    changes: Changes
+    mathematics: Mathematics
+    reference: Changes = field(default_factory=dict)
+    position: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The changes as users write them."""
+        return ", ".join(f"{key}={_written(value)}" for key, value in self.changes.items())
+
+
+def together(first: Candidate, second: Candidate) -> Candidate:
+    """Both changes as one; where they meet the second wins."""
+    order = ("nothing", "rounding", "more")
+    coarser = max(first.mathematics, second.mathematics, key=order.index)
+    changes = {**first.changes, **second.changes}
+    return Candidate(f"{first.knob}+{second.knob}", changes, coarser, {**first.reference, **second.reference})
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting the tuner may change.
+
+    Attributes:
+        name: Unique among knobs.
+        keys: The config's keys that it sets; the first is the one that findings name.
+        description: What it does, in one sentence.
+        values: The candidate values here, given the context: values of the first key, or changes of several.
+        applies: Whether it means anything here: True, or why not.
+        mathematics: What it can change in the numbers; a function of the value where values differ.
+        suggested_by: Codes of the findings that it is a remedy for; a function of the context where that decides.
+        expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
+            Zero: tried only where a finding suggests it, or with a partner.
+        setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
+        ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.
+        partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one
+            of them was accepted.
+        reference: See `Candidate`.
+        present: The present value where the config leaves it open; None where nobody knows.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    description: str
+    values: Callable[[Context], Iterable[Any]]
+    applies: Applies = lambda context: True
+    mathematics: Mathematics | Callable[[Any], Mathematics] = "nothing"
+    suggested_by: tuple[str, ...] | Callable[[Context], tuple[str, ...]] = ()
+    expected_gain: float | Callable[[Context], float] = 0.02
+    setup_s: float = 0.0
+    ordered: bool = False
+    partners: tuple[str, ...] = ()
+    reference: Changes = field(default_factory=dict)
+    present: Callable[[Context], float | None] | None = None
+
+    def why_not(self, context: Context) -> str | None:
+        """Why the knob means nothing here; None: it may be turned."""
+        told = self.applies(context)
+        if told is True:
+            return None
+        return told if isinstance(told, str) else "does not apply here"
+
+    def candidates(self, context: Context) -> list[Candidate]:
+        """The values worth a trial, less the present one; which of them the config refuses is not looked at."""
+        found = []
+        for value in self.values(context):
+            changes = dict(value) if isinstance(value, dict) else {self.keys[0]: value}
+            if all(setting_of(context.config, key) == new for key, new in changes.items()):
+                continue
+            mathematics = self.mathematics(value) if callable(self.mathematics) else self.mathematics
+            main = changes.get(self.keys[0])
+            position = float(main) if self.ordered and isinstance(main, (int, float)) else 0.0
+            found.append(Candidate(self.name, changes, mathematics, self.reference, position))
+        return found
+
+    def gain(self, context: Context) -> float:
+        """The gain to expect without a finding."""
+        return self.expected_gain(context) if callable(self.expected_gain) else self.expected_gain
+
+    def codes(self, context: Context) -> tuple[str, ...]:
+        """The findings that it is a remedy for here."""
+        return self.suggested_by(context) if callable(self.suggested_by) else self.suggested_by
+
+    def position_of(self, context: Context) -> float | None:
+        """Where the present value lies on the knob's scale."""
+        if self.present is not None:
+            return self.present(context)
+        value = setting_of(context.resolved, self.keys[0])
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+_registered: dict[str, Knob] = {}
+
+
+def register_knob(knob: Knob) -> None:
+    """Let the tuner turn one more knob in this process; one of the same name is replaced.
+
+    Args:
+        knob: The knob.
+    """
+    _registered[knob.name] = knob
+
+
+def all_knobs() -> tuple[Knob, ...]:
+    """Frameworm's own knobs, those of plugins, and those registered here; a later one of the same name wins.
+
+    Raises:
+        EnvironmentSetupError: A plugin cannot be loaded, or gives something that is no knob.
+    """
+    from frameworm.tune.knobs.data import DATA_KNOBS
+    from frameworm.tune.knobs.device import DEVICE_KNOBS
+    from frameworm.tune.knobs.ranks import RANK_KNOBS
+
+    found = {knob.name: knob for knob in (*DEVICE_KNOBS, *DATA_KNOBS, *RANK_KNOBS)}
+    for plugin in entry_points(group=GROUP):
+        found.update((knob.name, knob) for knob in _knobs_of(plugin))
+    found.update(_registered)
+    return tuple(found.values())
+
+
+def _knobs_of(plugin: EntryPoint) -> Iterator[Knob]:
+    try:
+        given = plugin.load()
+        given = given() if callable(given) and not isinstance(given, Knob) else given
+        knobs = [given] if isinstance(given, Knob) else list(given)
+    except Exception as error:
+        raise EnvironmentSetupError(
+            f"knobs of plugin {plugin.name} ({plugin.value}) cannot be loaded: {error}; repair or uninstall it"
+        ) from error
+    for knob in knobs:
+        if not isinstance(knob, Knob):
+            raise EnvironmentSetupError(f"plugin {plugin.name} ({plugin.value}) gives {knob!r}, which is no Knob")
+        yield knob
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "off" if value is None else str(value)

@@ -1,0 +1,260 @@
+"""Knobs of the device: numbers, kernels, graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frameworm.config.schema import GPTModelConfig, TextClassifierModelConfig
+from frameworm.models.causal_attention import fits_causal_kernels
+from frameworm.models.gpt import FUSED_FROM
+from frameworm.tune.knobs.base import Knob
+from frameworm.tune.knobs.context import Context
+
+
+def _gpu_only(context: Context) -> bool | str:
+    return context.on_gpu or "needs a GPU"
+
+
+def _not_deterministic(context: Context) -> bool | str:
+    return not context.resolved.gpu.deterministic or "gpu.deterministic wins over it"
+
+
+def _gpu_free(context: Context) -> bool | str:
+    told = _gpu_only(context)
+    return _not_deterministic(context) if told is True else told
+
+
+def _precisions(context: Context) -> list[str]:
+    if context.on_gpu:
+        return ["bf16"] if context.machine.bf16 else ["fp16"]
+    return ["bf16"] if context.machine.bf16 else []
+
+
+def _precision_applies(context: Context) -> bool | str:
+    if context.resolved.gpu.mixed_precision != "off":
+        return f"already {context.resolved.gpu.mixed_precision}"
+    if not context.on_gpu and not context.machine.bf16:
+        return "this processor has no bf16"
+    return True
+
+
+def _tf32_applies(context: Context) -> bool | str:
+    told = _gpu_free(context)
+    if told is not True:
+        return told
+    if context.machine.capability is not None and context.machine.capability < 8:
+        return f"compute capability {context.machine.capability} has no TF32"
+    return context.resolved.gpu.mixed_precision == "off" or "matrix products are in half precision already"
+
+
+def _compile_values(context: Context) -> list[dict[str, Any]]:
+    return [{"gpu.compile_model": True}] if not context.resolved.gpu.compile_model else []
+
+
+def _of_many_widths(context: Context) -> bool:
+    return context.workload.many_widths and context.resolved.data.batching == "padded"
+
+
+def _compile_applies(context: Context) -> bool | str:
+    if context.resolved.gpu.capture != "off" and _of_many_widths(context):
+        return "each width of a batch would be compiled and captured"
+    return True
+
+
+def _compile_modes(context: Context) -> list[str]:
+    return ["max-autotune"] if context.resolved.gpu.compile_mode == "default" else []
+
+
+def _compiled(context: Context) -> bool | str:
+    if not context.resolved.gpu.compile_model:
+        return "gpu.compile_model is off"
+    return _gpu_only(context)
+
+
+def _combine_codes(context: Context) -> tuple[str, ...]:
+    # A captured step that only computes may be one of many small kernels.
+    captured = context.resolved.gpu.capture != "off"
+    return ("host_bound", "small_batch", "compute_bound") if captured else ("host_bound", "small_batch")
+
+
+def _capture_applies(context: Context) -> bool | str:
+    told = _gpu_free(context)
+    if told is not True:
+        return told
+    if context.world_size > 1:
+        return "a graph does not hold what travels between processes"
+    if context.resolved.gpu.compile_model and _of_many_widths(context):
+        return "each width of a batch would be compiled and captured"
+    return context.resolved.parallel.strategy == "single" or f"not with strategy {context.resolved.parallel.strategy}"
+
+
+def _flash_values(context: Context) -> list[Any]:
+    capability, model = context.machine.capability, context.resolved.model
+    found: list[Any] = ["cudnn"] if capability is None or capability >= 9 else []
+    if isinstance(model, GPTModelConfig) and fits_causal_kernels(model.d_model // model.n_heads, model.max_seq_len):
+        found = []  # it has kernels of its own
+    if context.config.data.batching == "packed":
+        found = []  # cuDNN's know no texts that lie end to end
+    return [*found, "auto"] if context.resolved.gpu.use_flash_attention is False else found
+
+
+def _channels_applies(context: Context) -> bool | str:
+    if not context.workload.has_convolutions:
+        return "the model has no convolutions"
+    if context.on_gpu and context.config.gpu.channels_last == "auto" and context.resolved.gpu.mixed_precision != "off":
+        return "already so by auto"
+    return True
+
+
+def _is_gpt(context: Context) -> bool | str:
+    return isinstance(context.config.model, GPTModelConfig) or "only gpt has it"
+
+
+def _fuses_loss(context: Context) -> bool:
+    """Whether the loss is computed in parts as things stand."""
+    model = context.config.model
+    assert isinstance(model, GPTModelConfig)
+    if model.fused_loss != "auto":
+        return bool(model.fused_loss)
+    return context.on_gpu and (model.vocab_size == "auto" or model.vocab_size >= FUSED_FROM)
+
+
+def _fused_losses(context: Context) -> list[bool]:
+    return [not _fuses_loss(context)]
+
+
+def _residual_applies(context: Context) -> bool | str:
+    if not isinstance(context.config.model, (GPTModelConfig, TextClassifierModelConfig)):
+        return "only the built-in models have it"
+    return context.resolved.gpu.mixed_precision != "off" or "there is no half precision to keep the stream in"
+
+
+DEVICE_KNOBS: tuple[Knob, ...] = (
+    Knob(
+        "precision",
+        ("gpu.mixed_precision",),
+        "Compute in half precision, keep weights in fp32.",
+        _precisions,
+        _precision_applies,
+        "rounding",
+        ("precision_unused", "compute_bound", "memory_pressure"),
+        expected_gain=0.3,
+    ),
+    Knob(
+        "tf32",
+        ("gpu.tf32",),
+        "TensorFloat-32 for fp32 matrix products.",
+        lambda context: [True],
+        _tf32_applies,
+        "rounding",
+        ("precision_unused", "compute_bound"),
+        expected_gain=0.2,
+    ),
+    Knob(
+        "compile",
+        ("gpu.compile_model",),
+        "Compile the model: fewer, larger kernels.",
+        _compile_values,
+        _compile_applies,
+        "rounding",
+        suggested_by=("host_bound", "compute_bound"),
+        expected_gain=0.25,
+        setup_s=15.0,
+        partners=("capture", "batching"),
+    ),
+    Knob(
+        "compile_mode",
+        ("gpu.compile_mode",),
+        "Let the compiler time several kernels for each product.",
+        _compile_modes,
+        _compiled,
+        "rounding",
+        expected_gain=0.02,
+        setup_s=120.0,  # small text classifiers were not done after 97 s on an H200 with slow processors
+    ),
+    Knob(
+        "combine_kernels",
+        ("gpu.combine_kernels",),
+        "Let the compiler put small kernels into one launch.",
+        lambda context: [True],
+        _compiled,
+        "rounding",
+        _combine_codes,
+        expected_gain=0.03,
+        setup_s=15.0,
+    ),
+    Knob(
+        "capture",
+        ("gpu.capture",),
+        "Replay the whole step as one CUDA graph: no launches are left.",
+        lambda context: ["step"],
+        _capture_applies,
+        "rounding",
+        ("host_bound", "small_batch", "sync_stall"),
+        expected_gain=0.5,
+        partners=("compile", "batching"),
+    ),
+    Knob(
+        "fused_optimizer",
+        ("gpu.fused_optimizer",),
+        "One kernel for the whole update.",
+        lambda context: [True] if context.resolved.gpu.fused_optimizer is False else [],
+        mathematics="rounding",
+        suggested_by=("host_bound", "compute_bound"),
+        expected_gain=0.05,
+    ),
+    Knob(
+        "flash_attention",
+        ("gpu.use_flash_attention",),
+        "Which kernels compute attention.",
+        _flash_values,
+        _gpu_free,
+        "rounding",
+        lambda context: () if context.workload.has_convolutions else ("compute_bound", "memory_pressure"),
+        # Hardly a model has both.
+        expected_gain=lambda context: 0.0 if context.workload.has_convolutions else 0.03,
+        partners=("batching",),
+    ),
+    Knob(
+        "cudnn_benchmark",
+        ("gpu.benchmark",),
+        "Let cuDNN time its algorithms.",
+        lambda context: [True],
+        lambda context: _gpu_free(context) if context.workload.has_convolutions else "the model has no convolutions",
+        "rounding",
+        ("compute_bound",),
+        expected_gain=0.05,
+    ),
+    Knob(
+        "memory_format",
+        ("gpu.channels_last",),
+        "Images with their channels last.",
+        lambda context: [True],
+        _channels_applies,
+        "rounding",
+        ("compute_bound",),
+        expected_gain=0.15,
+        partners=("precision",),
+    ),
+    Knob(
+        "fused_loss",
+        ("model.fused_loss",),
+        "Compute the loss a part of the tokens at a time.",
+        _fused_losses,
+        _is_gpt,
+        "rounding",
+        lambda context: () if _fuses_loss(context) else ("compute_bound", "memory_pressure"),
+        expected_gain=lambda context: 0.01 if _fuses_loss(context) else 0.03,
+    ),
+    Knob(
+        "residual",
+        ("model.residual",),
+        "Keep the stream between the layers in half precision.",
+        lambda context: ["half"],
+        _residual_applies,
+        "rounding",
+        lambda context: ("compute_bound", "memory_pressure") if _is_gpt(context) is True else ("memory_pressure",),
+        # Classifiers of the sizes that are shipped were not faster with it.
+        expected_gain=lambda context: 0.05 if _is_gpt(context) is True else 0.01,
+    ),
+)

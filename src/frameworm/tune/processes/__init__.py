@@ -1,0 +1,5 @@
+"""Processes of trials: started, watched against a deadline, and removed with all they started.
+
+In: a job for each rank. Out: its result, or how it ended. `forkserver` keeps a server that has imported everything,
+so that a trial starts at once.
+"""

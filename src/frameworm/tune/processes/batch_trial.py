@@ -1,0 +1,323 @@
+"""One rank of a trial: a process of its own that takes a few real steps and leaves what came of them in a file.
+
+The parent reads files only, so a rank that is killed or hangs cannot leave it with half a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import traceback
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from frameworm.config.schema import Config
+from frameworm.engine.memory.planner import MemoryPlanner
+from frameworm.engine.run import resolve_here, train_workload
+from frameworm.errors import MemoryLimitError
+from frameworm.hardware.devices import choose_device
+from frameworm.hardware.host import address_space_bytes, memory_limit_bytes, usable_cpus
+from frameworm.launch.environment import added_to_environment, worker_environment
+from frameworm.launch.failures import is_consequence
+from frameworm.launch.parent import call_after_parent
+from frameworm.launch.process_group import cleanup
+from frameworm.models.workloads import Workload, build_workload
+from frameworm.records.schema import RunRecord
+from frameworm.scaling.memory_model import CONTEXT_BYTES
+from frameworm.tune.processes.batch_data import rehearsal, sample_count
+from frameworm.tune.processes.forkserver import BAD_FORK
+
+MOST_ACCUMULATION = 2  # memory knows only none or some; time is proportional
+_ONCE = ("optimizer", "communication_exposed")  # phases that come once a step, however many micro-batches it has
+_BESIDE = ("validation", "checkpoint")
+_PR_SET_PDEATHSIG = 1
+_NO_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "unable to mmap",
+    "can't start new thread",
+    "Thread creation failed",
+    "failed to map segment",
+)
+_OF_THE_HOST = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "unable to mmap", "thread", "Thread")
+
+OutOf = Literal["cuda_oom", "host_oom"]
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """What the ranks of a trial are to do; plain values, since it travels.
+
+    Attributes:
+        config: As it was asked for, its `auto` values open.
+        folder: Where each rank leaves `rank-N.json` and `rank-N.log`.
+        sizes: Micro-batches to run, one after another; none: look at the data and the machine only.
+        share: Samples a rank takes per step, kept by accumulation; None: the step grows with the micro-batch.
+        steps: Optimizer steps for each size.
+        world_size: Ranks.
+        port: Where they meet.
+        payload: File with a workload; None: the config's own.
+        limit_bytes: Memory a rank may take beside what it has mapped at its start; None: what the system allows.
+        plan_bytes: Only plan, for a device of which torch may take so much.
+    """
+
+    config: Config
+    folder: str
+    sizes: tuple[int, ...] = ()
+    share: int | None = None
+    steps: int = 6
+    world_size: int = 1
+    port: int = 0
+    payload: str | None = None
+    limit_bytes: int | None = None
+    plan_bytes: int | None = None
+
+    def accumulation(self, size: int) -> int:
+        """Micro-batches per step that keep the share."""
+        return 1 if self.share is None else self.share // size
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank sees before anything is trained.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        samples: Training samples; None for a stream.
+        room_bytes: What torch may take on this device; None for a host without a limit.
+        limit_name: What sets that limit.
+        shared: Whether all ranks share it.
+    """
+
+    device: Literal["cpu", "cuda"]
+    samples: int | None
+    room_bytes: int | None
+    limit_name: str | None
+    shared: bool = False
+
+
+def run_rank(job: TrialJob, rank: int) -> None:
+    """Body of the process; it ends here, whatever happens."""
+    if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+        os._exit(BAD_FORK)
+    file = Path(job.folder) / f"rank-{rank}.json"
+    done: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"done": done}
+    code = 0
+    try:
+        settle_rank(job, rank)
+        with added_to_environment(rank_variables(job, rank)):
+            few_threads(job)
+            if job.plan_bytes is not None:
+                result["plan"] = _plan(job, job.plan_bytes)
+            elif not job.sizes:
+                result["machine"] = asdict(_look(job))
+            for size in job.sizes:
+                done.append({"micro_batch": size, **_train(job, size)})
+                write_result(file, result)
+            cleanup()
+    except BaseException as error:
+        code = 1
+        traceback.print_exc()
+        result["failure"] = describe_failure(error)
+    write_result(file, result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the regular end: threads of a collective that nobody will answer would hold the process.
+    os._exit(code)
+
+
+def settle_rank(job: TrialJob, rank: int) -> None:
+    """A session of its own, so that the whole family can be found, and what it says in a file."""
+    os.setsid()
+    # As in training. Else loader processes would come from the server, too, and not belong to this session.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        # Where memory runs out, the kernel shall take this process and not the one that searches.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    # Who asked for the trial may be killed. The session is the trial's own, loader processes included.
+    call_after_parent(lambda: os.killpg(0, signal.SIGKILL))
+    log = os.open(Path(job.folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    if job.limit_bytes is not None:
+        map_libraries()
+        mapped, limit = address_space_bytes()
+        wanted = (mapped or 0) + job.limit_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if limit is None else min(wanted, limit),) * 2)
+
+
+def map_libraries() -> None:
+    """Let torch map what it needs for its first operations, so that a limit can be counted from there."""
+    torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()
+
+
+def rank_variables(job: TrialJob, rank: int) -> dict[str, str]:
+    """Those of a worker that a launcher has started."""
+    if job.world_size == 1 or not job.sizes:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.port),
+    }
+
+
+def few_threads(job: TrialJob) -> None:
+    """As many as a launched worker would get; the library has read its variable already."""
+    threads = worker_environment(job.world_size, usable_cpus()).get("OMP_NUM_THREADS")
+    if job.world_size > 1 and threads is not None:
+        torch.set_num_threads(int(threads))
+
+
+def _workload(job: TrialJob, config: Config) -> Workload:
+    if job.payload is None:
+        return build_workload(config)
+    loaded: Workload = torch.load(job.payload, map_location="cpu", weights_only=False)
+    return loaded
+
+
+def _look(job: TrialJob) -> Machine:
+    config = resolve_here(job.config, job.world_size)
+    samples = sample_count(_workload(job, config).train_data)
+    if config.gpu.device != "cuda":
+        map_libraries()
+        return Machine("cpu", samples, *_host_room())
+    device = choose_device("cuda", 0, config.gpu.device_ids)
+    torch.empty(1, device=device)  # the context comes first
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)
+    allowed = int(total * config.gpu.memory_fraction)
+    name = f"{config.gpu.memory_fraction:.0%} of {torch.cuda.get_device_name(device)}"
+    if free < allowed:
+        name = "free memory of the GPU"
+    return Machine("cuda", samples, min(allowed, free), name)
+
+
+def _plan(job: TrialJob, room_bytes: int) -> dict[str, int]:
+    """What the planner takes for the largest size, and for the memory of the smallest."""
+    found = resolve_here(job.config, job.world_size).gpu
+    # Not the resolved config as a whole: what follows the micro-batch must go on doing so.
+    gpu = job.config.gpu.model_copy(update={"device": found.device, "mixed_precision": found.mixed_precision})
+    planner = MemoryPlanner(job.config.model_copy(update={"gpu": gpu}), job.world_size)
+    accumulation = 1 if job.share is None else planner.setting.accumulation
+    setting = replace(planner.setting, accumulation=accumulation)
+    largest = planner.largest(setting, room_bytes + CONTEXT_BYTES[planner.device], 1.0)
+    return {"largest": largest, "least_bytes": planner.estimate(replace(setting, micro_batch=1)).allocated}
+
+
+def _host_room() -> tuple[int | None, str | None, bool]:
+    """What the tightest limit of the host leaves to this process, what it is called, and whether ranks share it."""
+    mapped, address_space = address_space_bytes()
+    rooms: list[tuple[int, str, bool]] = []
+    if address_space is not None:
+        rooms.append((address_space - (mapped or 0), "the address space (ulimit -v)", False))
+    group = memory_limit_bytes()
+    if group is not None and group < psutil.virtual_memory().total:
+        rooms.append((group - psutil.Process().memory_info().rss, "the cgroup's memory", True))
+    return min(rooms) if rooms else (None, None, False)
+
+
+def _train(job: TrialJob, size: int) -> dict[str, Any]:
+    """A rehearsal of training with that micro-batch, by the engine itself."""
+    accumulation = min(job.accumulation(size), MOST_ACCUMULATION)
+    config = _rehearsed(job, size, accumulation)
+    config = resolve_here(config, job.world_size)
+    on_gpu = config.gpu.device == "cuda"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+    workload = _workload(job, config)
+    config, workload = rehearsal(config, workload, job.steps, job.world_size)
+    if on_gpu and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    record = train_workload(config, workload, out=None)
+    return _figures(record, size, accumulation)
+
+
+def _rehearsed(job: TrialJob, size: int, accumulation: int) -> Config:
+    """The config as for training, but for the size of the step and all that lasts."""
+    config = job.config.model_copy(deep=True)
+    training = config.training
+    config.training = training.model_copy(
+        update={
+            "micro_batch": size,
+            "batch_size": None,
+            "accumulation": accumulation,
+            "global_batch": size * accumulation * job.world_size,
+            "max_steps": job.steps,
+            "early_stop": None,
+        }
+    )
+    config.observe = config.observe.model_copy(update={"sinks": [], "progress": False, "trace": "off"})
+    # A trial that helps itself would not tell that the size is too large.
+    config.memory = config.memory.model_copy(update={"on_oom": "stop"})
+    return config
+
+
+def _figures(record: RunRecord, size: int, accumulation: int) -> dict[str, Any]:
+    phases = {name: phase.mean_s for name, phase in record.phases.items() if name not in _BESIDE}
+    once_s = sum(phases.get(name, 0.0) for name in _ONCE)
+    return {
+        "steps": record.steps,
+        "micro_s": (sum(phases.values()) - once_s) / accumulation if phases else None,
+        "once_s": once_s,
+        "peak_bytes": record.memory.peak_bytes,
+        "validated": record.quality.val_loss is not None,
+    }
+
+
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    text = str(error).strip().splitlines()
+    message = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return {"kind": out_of(error), "message": message[:500], "consequence": is_consequence(error)}
+
+
+def out_of(error: BaseException) -> OutOf | None:
+    """Which memory an exception says has run out, its causes included; None: it is another kind of error."""
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(following)
+    for link in reversed(chain):  # what happened first is the plainest
+        if isinstance(link, MemoryError):
+            return "host_oom"
+        if isinstance(link, torch.OutOfMemoryError):
+            return "cuda_oom"
+        kind = out_of_in(str(link))
+        if kind is not None and not is_consequence(error):
+            return kind
+    return "host_oom" if isinstance(error, MemoryLimitError) else None
+
+
+def out_of_in(text: str) -> OutOf | None:
+    """The same from words, of a message or of the end of a log."""
+    if not any(sign in text for sign in _NO_MEMORY):
+        return None
+    return "host_oom" if any(sign in text for sign in _OF_THE_HOST) else "cuda_oom"
+
+
+def write_result(file: Path, result: dict[str, Any]) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(result), encoding="utf-8")
+    draft.replace(file)

@@ -1,0 +1,47 @@
+"""The server that trials are forked from: it has imported everything and run nothing, so that a trial starts at once.
+
+This module imports nothing heavy: the server can import torch while its user still does the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, SpawnContext
+
+from frameworm.launch.environment import added_to_environment
+
+BAD_FORK = 97  # exit code of a trial that cannot use CUDA because of what the server has imported
+
+# The compiler too: DDP, most optimizers and of course compiling load it, and so would one trial after the other.
+_IMPORTED = ("frameworm.tune.processes.batch_trial", "torch._dynamo")
+# Some libraries ask for a GPU when they are imported. Asked of CUDA, no child could use it; asked of NVML, all can.
+_ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# A trial that had to be killed leaves semaphores behind; who cleans up after it need not say so on the terminal.
+_CLEAN_UP_QUIETLY = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+
+_forks = True
+
+
+def stop_forking() -> None:
+    """From now on trials are started from nothing: slower, but whatever the server holds is not in them."""
+    global _forks
+    _forks = False
+
+
+def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
+    """Start the server if it is not there; it gets ready by itself.
+
+    A server, not this process: what the caller has done here (CUDA, threads) must not be in the children.
+
+    Args:
+        also: Modules to import beside the trial's own.
+    """
+    if not _forks:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED, *also])  # of a server that is there already nothing changes
+    with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY}):
+        forkserver.ensure_running()
+    return context

@@ -1,0 +1,189 @@
+"""The processes of one trial: started, watched against a deadline, judged, and removed with all they have started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from frameworm.hardware.host import oom_kills
+from frameworm.scaling.batch_search import Outcome
+from frameworm.tune.processes.batch_trial import TrialJob, out_of_in, run_rank
+from frameworm.tune.processes.forkserver import BAD_FORK, stop_forking, warm_up
+
+# When one rank has failed: what the others get to say so too. They may hang in a collective, and often do.
+_GRACE_S = 2.0
+_LOG_TAIL = 4000
+_LOST = 255  # what multiprocessing says of a process whose server is gone
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        exit_code: Negative: killed by that signal; None: it was still running and was removed.
+        result: What it left behind.
+        log: The end of what it said.
+    """
+
+    rank: int
+    exit_code: int | None
+    result: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """The exception it wrote down."""
+        return self.result.get("failure")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a trial: the worst rank decides."""
+
+    outcome: Outcome
+    message: str | None = None
+    rank: int | None = None
+
+
+def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tuple[list[RankEnd], Verdict]:
+    """Run the ranks of a job to their end, the first failure or the deadline; nothing of them is left then.
+
+    Args:
+        ranks: Only the first so many; all unless given.
+    """
+    before = oom_kills()
+    server = warm_up()
+    started: list[BaseProcess] = []
+    try:
+        for rank in range(ranks or job.world_size):
+            process = server.Process(target=run_rank, args=(job, rank))
+            process.start()
+            started.append(process)
+        in_time = _wait(started, deadline_s)
+        codes = [one.exitcode for one in started]
+    finally:
+        remove(started)
+    ends = [_end(job, rank, code) for rank, code in enumerate(codes)]
+    for ended in started:
+        ended.close()
+    if BAD_FORK in codes:
+        stop_forking()
+        return run_family(job, deadline_s, ranks)
+    return ends, judge(ends, in_time, oom_kills() > before, deadline_s)
+
+
+def _wait(processes: Sequence[BaseProcess], deadline_s: float) -> bool:
+    """Until all have ended or one has failed; False when time was up before."""
+    deadline = time.monotonic() + deadline_s
+    failed = False
+    while any(process.exitcode is None for process in processes):
+        if not failed and any(process.exitcode not in (None, 0) for process in processes):
+            failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+        if time.monotonic() >= deadline:
+            return failed
+        time.sleep(0.02)
+    return True
+
+
+def remove(processes: Sequence[BaseProcess]) -> None:
+    """End the ranks and all they have started, also what they left behind when they died."""
+    ranks = [process.pid for process in processes if process.pid is not None]
+    doomed: dict[int, psutil.Process] = {}
+    for pid in ranks:
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(pid) == pid:  # a number that was given away again is somebody else's
+                rank = psutil.Process(pid)
+                doomed.update({one.pid: one for one in [*rank.children(recursive=True), rank]})
+    for one in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getsid(one.pid) in ranks:
+                doomed[one.pid] = one
+    for process in processes:
+        if process.exitcode is None and process.pid is not None:
+            process.kill()
+    for one in doomed.values():
+        with suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(list(doomed.values()), timeout=10)
+    for process in processes:
+        process.join(10)
+
+
+def judge(ends: Sequence[RankEnd], in_time: bool, oom_killed: bool, deadline_s: float) -> Verdict:
+    """What became of the trial as a whole, and why.
+
+    Args:
+        ends: Of all ranks.
+        in_time: Whether it was over before the deadline.
+        oom_killed: Whether the kernel has killed for memory meanwhile.
+        deadline_s: For the message.
+    """
+    if in_time and all(end.exit_code == 0 for end in ends):
+        return Verdict("fits")
+    told = [end for end in ends if end.failure is not None]
+    for end in told:
+        assert end.failure is not None
+        if end.failure["kind"] is not None:
+            return Verdict(end.failure["kind"], end.failure["message"], end.rank)
+    silent = [end for end in ends if end.exit_code not in (None, 0) and end.failure is None]
+    for end in silent:
+        kind = out_of_in(end.log)
+        if kind is not None:
+            return Verdict(kind, _last_line(end.log), end.rank)
+    killed = [end for end in silent if end.exit_code == _LOST or (end.exit_code or 0) < 0]
+    if killed:
+        name = _signal_name(-(killed[0].exit_code or 0))
+        if oom_killed and killed[0].exit_code in (-signal.SIGKILL, _LOST):
+            return Verdict("host_oom", f"killed by {name} at the memory limit of the cgroup", killed[0].rank)
+        return Verdict("killed", f"killed by {name}", killed[0].rank)
+    own = [end for end in told if end.failure is not None and not end.failure["consequence"]]
+    for end in (*own, *silent):
+        message = end.failure["message"] if end.failure else _last_line(end.log)
+        return Verdict("error", message, end.rank)
+    if not in_time:
+        stuck = [end.rank for end in ends if end.exit_code is None]
+        return Verdict("hang", f"not done after {deadline_s:.0f} s", stuck[0] if stuck else None)
+    end = told[0]
+    assert end.failure is not None
+    return Verdict("error", end.failure["message"], end.rank)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _end(job: TrialJob, rank: int, code: int | None) -> RankEnd:
+    folder = Path(job.folder)
+    result: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        result = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    log = ""
+    with suppress(OSError):
+        log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+    return RankEnd(rank, code, result, log)
+
+
+def _last_line(log: str) -> str:
+    lines: Iterable[str] = (line.strip() for line in reversed(log.splitlines()))
+    return next((line for line in lines if line), "ended without a word")[:500]
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return "an unknown signal"

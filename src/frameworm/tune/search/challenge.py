@@ -1,0 +1,348 @@
+"""The best config so far, and how a candidate is held against it: a trial first, then a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frameworm.config.schema import Config
+from frameworm.guard.gain import Window, speedup_of
+from frameworm.guard.proof import MINIMUM_GAIN, QUALITY, Proof, lacks_only_quality, with_quality
+from frameworm.guard.quality import judge_quality
+from frameworm.tune.knobs.base import Candidate, Knob, together
+from frameworm.tune.knobs.context import Context, apply_changes, setting_of
+from frameworm.tune.search.journal import Journal
+from frameworm.tune.search.ledger import BudgetSpentError, Ledger
+from frameworm.tune.search.result import Accepted, Attempt, Progress, Status, Tell, TuneResult, was_checked
+from frameworm.tune.trials.longer import Longer
+from frameworm.tune.trials.outcomes import ProofResult, TrialResult, rounding_unit
+
+# A first window this many times as slow as the best ends a trial.
+CLEARLY_WORSE = 1.25
+WANTS_CHECK = "needs a longer check"
+# What would take a larger share of the budget for its longer check waits until all else was tried.
+MOST_OF_BUDGET = 0.8
+# Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
+MOST_FOR_PROOF = 1 / 10
+# Unless their trials leave in doubt whether they gain so much.
+_WORTH_PROOF = 0.05
+_PUT_OFF = "to be proved with the rest"
+
+
+class Challenge:
+    """Holds the best config so far and lets candidates challenge it.
+
+    Args:
+        context: The config to start from, the machine and the workload.
+        ledger: Makes trials and proofs.
+        journal: Where the summary is written.
+        allow_approximate: Candidates may change the mathematics by more than rounding.
+        minimum_gain: The least speedup, less one, that is worth a change.
+        longer: How long longer checks are.
+        tell: Is told before and after everything.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        journal: Journal,
+        *,
+        allow_approximate: bool = False,
+        minimum_gain: float = MINIMUM_GAIN,
+        longer: Longer | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        self.context = context
+        self.start = context
+        self.ledger = ledger
+        self.best = TrialResult()
+        self.result = TuneResult(context.config, context.config, self.best, self.best, run_samples=context.run_samples)
+        self._journal = journal
+        self._allow_approximate = allow_approximate
+        self._minimum_gain = minimum_gain
+        self._longer = longer or Longer()
+        self._tell = tell
+        self._unpaid: set[str] = set()
+
+    def why_not(self, candidate: Candidate, setup_s: float, *, last: bool = False) -> str | None:
+        """Why a candidate is not worth a trial; `last`: nothing else waits for the budget."""
+        if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
+            return f"changes more than rounding: {refused}"
+        if any(was_checked(item, candidate) for item in self.result.attempts):
+            return "a longer check did not speak for it"
+        run_s = self.result.run_s(self.best)
+        if run_s is not None and setup_s >= run_s:
+            return f"takes about {setup_s:.0f} s to start, and the whole run takes {run_s:.0f} s"
+        return self.context.why_not(candidate.changes) or self.ledger.no_time_to_start(setup_s)
+
+    def screen(self, candidate: Candidate, why: str) -> tuple[Attempt, TrialResult]:
+        """A trial of a candidate; `inconclusive` means that a proof is worth while."""
+        config = apply_changes(self.context.config, candidate.changes)
+        name, trial = self._trial(config, candidate.label)
+        attempt = self.add(candidate, "rejected", "", why, trial=name)
+        if trial.failure is not None:
+            attempt.status, attempt.failure, attempt.reason = "failed", trial.failure.kind, trial.failure.reason
+        elif not trial.seconds_per_sample:
+            attempt.status, attempt.failure, attempt.reason = "failed", "crash", "nothing was measured"
+        else:
+            attempt.screened = trial.times_as_fast_as(self.best)
+            if trial.stopped_early:
+                attempt.reason = f"clearly slower: {attempt.screened:.2f} x after its first window"
+            elif attempt.screened < 1 + self._minimum_gain / 2:
+                attempt.reason = f"no gain: {attempt.screened:.3f} x"
+            elif (cost := self._not_paid_back(trial)) is not None:
+                attempt.reason = cost
+                self._unpaid |= set(candidate.knob.split("+"))
+            else:
+                attempt.status, attempt.reason = "inconclusive", f"{attempt.screened:.3f} x in its trial, not proved"
+        self.report(f"{candidate.label}: {attempt.reason}")
+        return attempt, trial
+
+    def prove(self, attempt: Attempt, candidate: Candidate, trial: TrialResult, *, at_once: bool = False) -> bool:
+        """Prove a candidate against the best so far, and keep it if that succeeds; `at_once`: whatever it takes."""
+        config = apply_changes(self.context.config, candidate.changes)
+        if not at_once and self._puts_off(attempt, candidate):
+            kept = self._take_for_now(attempt, candidate, config, trial)
+            if kept is not None:
+                return kept
+        self.report(f"proving {candidate.label}")
+        try:
+            outcome = self._prove_step(candidate, config)
+        except BudgetSpentError:
+            attempt.reason += ", and the budget has no room left for its proof"
+            return False  # but others may be plain to see
+        if outcome.failure is not None or outcome.proof is None:
+            attempt.status = "failed"
+            attempt.failure = outcome.failure.kind if outcome.failure else "crash"
+            attempt.reason = outcome.failure.reason if outcome.failure else "the proof gave no result"
+            return False
+        proof = outcome.proof
+        if lacks_only_quality(proof):
+            proof = self._check(proof, candidate, self.context, config, trial)
+        attempt.proof = proof
+        attempt.status, attempt.reason = proof.verdict, proof.reason
+        if proof.verdict != "accepted":
+            return False
+        self._accept(attempt, candidate, config, trial)
+        return True
+
+    def _prove_step(self, candidate: Candidate, config: Config) -> ProofResult:
+        """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any."""
+        try:
+            reserve = 1 if self.result.accepted else 0
+            return self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
+        except BudgetSpentError:
+            if self._owes_proof:
+                raise
+        return self.ledger.proof(self.context.config, config, candidate, self.context)
+
+    def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
+        """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""
+        time_s, proof_s = self.ledger.budget.time_s, self.ledger.proof_s(attempt.trial)
+        if time_s is None or candidate.mathematics == "more" or self._is_coarser(candidate):
+            return False
+        return proof_s > MOST_FOR_PROOF * time_s or not self.ledger.has_room(proof_s, 1)
+
+    def _is_coarser(self, candidate: Candidate) -> bool:
+        """Whether it computes in another precision: were that wrong, all that is built on it would be lost with it."""
+        after = self.context.having(apply_changes(self.context.config, candidate.changes))
+        return rounding_unit(after.resolved) > rounding_unit(self.context.resolved)
+
+    def _take_for_now(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> bool | None:
+        """Keep a candidate whose trial is faster beyond doubt; None: there is doubt, and much to gain."""
+        pairs = zip(self.best.seconds_per_sample, trial.seconds_per_sample)
+        gain = speedup_of([item for one, other in pairs for item in (Window("before", one), Window("after", other))])
+        # Trials lie minutes apart, in which a machine may change by a little.
+        if gain is None or gain.low <= 1 + self._minimum_gain:
+            if gain is None or gain.value >= 1 + _WORTH_PROOF:
+                return None
+            attempt.gain = gain
+            attempt.reason += ", which may be noise, and a proof would take too much of the budget"
+            return False
+        attempt.gain, attempt.status = gain, "accepted"
+        attempt.reason = f"{gain.value:.3f} x ({gain.low:.3f}..{gain.high:.3f}) in its trial, {_PUT_OFF}"
+        self._accept(attempt, candidate, config, trial)
+        return True
+
+    def _accept(self, attempt: Attempt, candidate: Candidate, config: Config, trial: TrialResult) -> None:
+        before = {key: setting_of(self.context.config, key) for key in candidate.changes}
+        assert attempt.trial is not None
+        self.result.accepted.append(Accepted(candidate, before, config, trial, attempt.trial, attempt))
+        self.move_to(config, trial)
+
+    @property
+    def _owes_proof(self) -> bool:
+        """Whether changes were taken that have no proof of their own."""
+        return not all(item.proved_alone for item in self.result.accepted)
+
+    def prove_total(self) -> None:
+        """Prove the best config against the first; what does not hold together is taken back from the end."""
+        accepted = self.result.accepted
+        while len(accepted) > 1 or self._owes_proof:
+            merged = accepted[0].candidate
+            for item in accepted[1:]:
+                merged = together(merged, item.candidate)
+            self.report("proving all changes together")
+            try:
+                outcome = self._prove_whole(merged)
+            except BudgetSpentError:
+                while self._owes_proof:
+                    self._take_back("inconclusive", "there was no budget left to prove it")
+                return
+            proof = self.result.total = outcome.proof
+            if proof is not None and proof.verdict == "accepted":
+                for item in accepted:
+                    item.attempt.reason = item.attempt.reason.replace(_PUT_OFF, "proved with the rest")
+                return
+            if not self._owes_proof and (proof is None or proof.verdict != "rejected"):
+                return
+            told = proof.reason if proof is not None else outcome.failure.reason if outcome.failure else "no result"
+            status: Status = "inconclusive" if proof is None else proof.verdict
+            self._take_back(status, f"together with the others: {told}")
+
+    def _take_back(self, status: Status, reason: str) -> None:
+        """Undo the last change."""
+        last = self.result.accepted.pop()
+        last.attempt.status, last.attempt.reason = status, reason
+        self.result.total = None
+        if self.result.accepted:
+            self.move_to(self.result.accepted[-1].config, self.result.accepted[-1].trial)
+        else:
+            self.move_to(self.start.config, self.result.baseline)
+
+    def _prove_whole(self, merged: Candidate) -> ProofResult:
+        outcome = self.ledger.proof(self.start.config, self.context.config, merged, self.start, last=True)
+        if outcome.proof is None or not lacks_only_quality(outcome.proof):
+            return outcome
+        other = [item for item in self.result.accepted if self.needs_check(item.candidate)]
+        if len(other) == 1 and (known := other[0].attempt.proof) is not None and known.quality is not None:
+            # Nothing else changes more than rounding, so what was checked there holds here.
+            detail = next(check.detail for check in known.checks if check.name == QUALITY)
+            return ProofResult(with_quality(outcome.proof, True, detail, known.quality), details=outcome.details)
+        proof = self._check(outcome.proof, merged, self.start, self.context.config, self.best)
+        return ProofResult(proof, details=outcome.details)
+
+    def needs_check(self, candidate: Candidate) -> bool:
+        """Whether it changes more than rounding, without leave, and is not the user's own setting again."""
+        if candidate.mathematics != "more" or self._allow_approximate:
+            return False
+        return any(setting_of(self.start.config, key) != value for key, value in candidate.changes.items())
+
+    def _no_check(self, after: TrialResult | None = None, *, last: bool = False) -> str | None:
+        """Why there cannot be a longer check now; without a trial and a proof of the candidate, beside these."""
+        if not self.ledger.checks_longer:
+            return "needs --allow approximate"
+        if not self.context.workload.has_validation:
+            return "needs validation data for a longer check, or --allow approximate"
+        needs_s = expected_s = self._longer.seconds(self.context, self.best, after)
+        if after is None:
+            share = 1.0 if last else MOST_OF_BUDGET
+            needs_s = expected_s / share + self.ledger.usual_s("trial") + self.ledger.usual_s("proof")
+        if not self.ledger.has_room(needs_s, 1):
+            return f"{WANTS_CHECK} of about {expected_s:.0f} s, or --allow approximate"
+        return None
+
+    def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:
+        """The proof with its quality answered by a longer check, where there can be one."""
+        if not self.needs_check(candidate):
+            return with_quality(proof, True, "the config's own setting again")
+        refused = self._no_check(trial)
+        if refused is not None:
+            gain = proof.checks[0].detail
+            return with_quality(proof, None, f"changes more than rounding: {refused} (its gain is proved: {gain})")
+        expected_s = self._longer.seconds(before, self.best, trial)
+        steps, looks = self._longer.steps(before), self._longer.looks
+        self.report(f"checking {candidate.label} for longer, about {expected_s:.0f} s")
+        try:
+            # One proof is kept back for the value that comes next, or for the whole.
+            outcome = self.ledger.longer_check(
+                before.config, after, steps, looks, expected_s, candidate.label, reserve=1
+            )
+        except BudgetSpentError as spent:
+            return with_quality(proof, None, f"changes more than rounding: {spent} (its gain is proved)")
+        if outcome.quality is None:
+            why = outcome.failure.reason if outcome.failure else "it gave no result"
+            return with_quality(proof, None, f"the longer check failed: {why}")
+        judged = judge_quality(outcome.quality)
+        return with_quality(proof, judged.passed, judged.detail, outcome.quality)
+
+    def _not_paid_back(self, trial: TrialResult) -> str | None:
+        """Why a slower start does not pay over the whole run."""
+        samples = self.result.run_samples
+        if samples is None or trial.setup_s is None or self.best.setup_s is None:
+            return None
+        more_s = trial.setup_s - self.best.setup_s
+        saved_s = samples * (self.best.sample_s - trial.sample_s)
+        if more_s <= saved_s or more_s <= 0:
+            return None
+        return f"its start takes {more_s:.1f} s more and it saves {saved_s:.1f} s over the whole run"
+
+    def measure_start(self) -> TrialResult:
+        """The trial of the config as it is."""
+        _, self.best = self._trial(self.start.config, "the config as it is", racing=False)
+        self.result.baseline = self.result.final = self.best
+        return self.best
+
+    def _trial(self, config: Config, label: str, *, racing: bool = True) -> tuple[str, TrialResult]:
+        self.report(f"trying {label}")
+        limit_s = CLEARLY_WORSE * self.best.sample_s
+
+        def keep_going(windows: Sequence[float]) -> bool:
+            return not racing or not windows or min(windows) <= limit_s
+
+        # Nothing comes of a trial that leaves no time for a proof; but who asks for two trials gets two.
+        timed = racing and self.ledger.budget.time_s is not None and self.ledger.budget.trials is None
+        wanted = timed or len(self.result.accepted) > 1
+        beside = (self.context.config, self.best) if racing else None
+        return self.ledger.trial(config, label, keep_going, beside=beside, reserve=1 if wanted else 0)
+
+    def move_to(self, config: Config, trial: TrialResult) -> None:
+        """Make a config the best one."""
+        self.context = self.context.having(config)
+        assert self.context.global_batch == self.start.global_batch, "the global batch never changes"
+        self.best = trial
+        self.result.best, self.result.final = config, trial
+
+    def add(self, candidate: Candidate, status: Status, reason: str, why: str, trial: str | None = None) -> Attempt:
+        """Write an attempt down."""
+        attempt = Attempt(candidate.knob, candidate.label, dict(candidate.changes), status, reason, why, trial=trial)
+        self.result.attempts.append(attempt)
+        return attempt
+
+    def has_tried(self, candidate: Candidate) -> bool:
+        """Whether these very changes were attempted."""
+        return any(item.changes == candidate.changes for item in self.result.attempts)
+
+    def is_accepted(self, knob: Knob) -> bool:
+        """Whether a change of the knob was kept."""
+        return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
+
+    def learned_otherwise(self, knob: Knob) -> bool:
+        """Whether a proof found that the knob, alone, changes what is learned; a longer check speaks of one value."""
+        proofs = [item.proof for item in self.result.attempts if item.knob == knob.name and item.proof is not None]
+        return any(check.passed is False for proof in proofs for check in proof.checks[1:] if check.name != QUALITY)
+
+    def does_not_pay(self, knob: Knob) -> bool:
+        """Whether its start was not paid back where it was faster: there is less to save after every other change."""
+        return knob.setup_s > 0 and knob.name in self._unpaid
+
+    def was_refused(self, knob: Knob) -> bool:
+        """Whether the knob, alone, cannot be done here as things stand."""
+        found = [item.failure for item in self.result.attempts if item.knob == knob.name]
+        return bool(found) and found[-1] in ("capture_refused", "hang", "not_applicable")
+
+    def cannot_tell(self, knob: Knob) -> bool:
+        """Whether its gain was proved and its learning left open, as it would be once more."""
+        open_ones = [item for item in self.result.attempts if item.knob == knob.name and item.status == "inconclusive"]
+        return any(item.proof is not None and item.proof.checks[0].passed for item in open_ones)
+
+    def has_failed(self, knob: Knob) -> bool:
+        """Whether a trial or proof of the knob, alone, gave no figure."""
+        return any(item.knob == knob.name and item.status == "failed" for item in self.result.attempts)
+
+    def report(self, doing: str) -> None:
+        """Write the summary anew and tell where things stand."""
+        self.result.spent_s, self.result.trials = self.ledger.spent_s, self.ledger.made
+        self._journal.write_summary(self.result.to_json())
+        if self._tell is not None:
+            self._tell(Progress(doing, self.result, self.ledger.budget))

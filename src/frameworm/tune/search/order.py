@@ -1,0 +1,141 @@
+"""Which knob is turned next: what the verdict names, then what promises most for what it costs to find out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from frameworm.records.estimate import known
+from frameworm.tune.knobs.base import Candidate, Knob
+from frameworm.tune.knobs.context import Context
+from frameworm.tune.trials.outcomes import TrialResult
+
+# An ordinary knob's trial on a machine that nothing is known of yet.
+_LEAST_COST_S = 1.0
+# Values of a scale beyond one that is so much slower than its neighbour are not tried.
+_PAST_THE_PEAK = 0.97
+# Nor values on the other side of the present one, where it goes up by so much here.
+_UPHILL = 1.03
+
+
+class Promise(NamedTuple):
+    """Why a knob is next: what it may gain for what finding out costs."""
+
+    by_verdict: int  # 2: a remedy of the verdict names it, 1: the verdict suggests it
+    gain: float
+    why: str
+    cost_s: float = _LEAST_COST_S
+    usual_gain: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, float, float]:
+        """Larger is sooner: the verdict first, then gain per second, then what such a change usually brings."""
+        return self.by_verdict, self.gain / self.cost_s, self.usual_gain
+
+
+def cost_of(knob: Knob, values: int, trial_s: float, proof_s: float, later: int = 0) -> float:
+    """Seconds until it is known what a knob brings.
+
+    Args:
+        knob: The knob.
+        values: How many of its values would be tried.
+        trial_s: What a trial usually takes.
+        proof_s: What a proof usually takes.
+        later: Values of other knobs that would be tried after it.
+    """
+    # Each trial and the proof pay for its start once more, and if it is kept all that come later do.
+    return max(_LEAST_COST_S, values * trial_s + proof_s + (values + 1 + later) * knob.setup_s)
+
+
+def promise_of(
+    knob: Knob,
+    candidates: Sequence[Candidate],
+    context: Context,
+    result: TrialResult,
+    cost_s: float = _LEAST_COST_S,
+) -> Promise:
+    """What a knob promises after a run.
+
+    Args:
+        knob: The knob.
+        candidates: Its values here.
+        context: The config that was run.
+        result: The run.
+        cost_s: See `cost_of`.
+    """
+    usual = knob.gain(context)
+    best = Promise(0, usual, "usual gain", cost_s, usual)
+    present = knob.position_of(context) if knob.ordered else None
+    codes = knob.codes(context)
+    for finding in result.findings:
+        code = str(finding.get("code"))
+        named = any(_names(remedy, candidates, present) for remedy in finding.get("remedies") or ())
+        if not named and code not in codes:
+            continue
+        first = (2 if named else 1) if code == result.verdict else 0
+        gain = max(best.gain, _gain_of(finding) * (1.0 if named else 0.5))
+        if (first, gain) > (best.by_verdict, best.gain) or best.why == "usual gain":
+            best = best._replace(by_verdict=max(first, best.by_verdict), gain=gain, why=code)
+    if best.by_verdict == 0 and result.verdict in codes:
+        best = best._replace(by_verdict=1, gain=max(best.gain, 1e-6), why=str(result.verdict))
+    return best
+
+
+def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, result: TrialResult) -> list[Candidate]:
+    """Values of a knob as they should be tried: what remedies name first, then from the present value outwards."""
+    remedies = [remedy for finding in result.findings for remedy in finding.get("remedies") or ()]
+    present = knob.position_of(context) or 0.0
+
+    def place(candidate: Candidate) -> tuple[bool, float, float]:
+        named = any(candidate.changes.get(str(item.get("knob"))) == item.get("value") for item in remedies)
+        distance = _distance(candidate.position, present) if knob.ordered else 0.0
+        return (not named, distance, -candidate.position if knob.ordered else 0.0)
+
+    return sorted(candidates, key=place)
+
+
+def past_the_peak(position: float, present: float | None, screened: dict[float, float]) -> str | None:
+    """Which value speaks against this one, on a scale with one peak.
+
+    That is one between here and the present one that is already slower than its neighbour towards the present, or one
+    on the other side of the present that is faster.
+    """
+    if present is None:
+        return None
+    for item, figure in screened.items():
+        if (item - present) * (position - present) < 0 and figure > _UPHILL:
+            return f"{item:g} is faster, and lies in the other direction"
+    side = [item for item in screened if (item - present) * (position - present) > 0]
+    side = sorted(
+        (item for item in side if abs(item - present) < abs(position - present)), key=lambda item: abs(item - present)
+    )
+    before = 1.0
+    for item in side:
+        if screened[item] < _PAST_THE_PEAK * before:
+            return f"{item:g} is already slower"
+        before = screened[item]
+    return None
+
+
+def _distance(one: float, other: float) -> float:
+    """Factors for large numbers, steps for small ones."""
+    large, small = max(one, other), min(one, other)
+    return large / small if small > 0 else 1.0 + large - small
+
+
+def _names(remedy: Mapping[str, Any], candidates: Sequence[Candidate], present: float | None) -> bool:
+    """Whether a remedy names one of these values; on a scale, one on the side of the present that it points to."""
+    named = [candidate for candidate in candidates if str(remedy.get("knob")) in candidate.changes]
+    wanted = known(remedy.get("value"))
+    if present is None or wanted is None:
+        return bool(named)
+    return any((candidate.position - present) * (wanted - present) > 0 for candidate in named)
+
+
+def _gain_of(finding: Mapping[str, Any]) -> float:
+    expected = finding.get("expected_speedup")
+    value = known(expected.get("value")) if isinstance(expected, Mapping) else None
+    if value is not None:
+        return max(0.0, value - 1)
+    share = known(finding.get("share"))
+    return 0.0 if share is None else share / max(0.05, 1 - share)

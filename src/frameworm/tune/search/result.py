@@ -1,0 +1,235 @@
+"""What a search tells: every attempt with its reason, the changes that were accepted, and what they gain together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from frameworm.config.schema import Config
+from frameworm.guard.gain import Speedup
+from frameworm.guard.proof import Proof
+from frameworm.tune.knobs.base import Candidate, Knob
+from frameworm.tune.knobs.context import Context, setting_of
+from frameworm.tune.trials.outcomes import Budget, FailureKind, TrialResult
+
+# failed: the trial gave no figure. skipped: no trial was made, for the reason given.
+Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
+
+
+@dataclass
+class Attempt:
+    """One candidate and what came of it.
+
+    Attributes:
+        knob: Name of the knob, or names joined by `+`.
+        label: The changes as users write them.
+        changes: Dotted keys and new values.
+        status: What came of it.
+        reason: Why.
+        why: The finding that led to it, or another word.
+        screened: How many times as fast as the best config of that time its trial was; None: no figure.
+        failure: Kind of failure.
+        proof: The proof, where there was one.
+        trial: Id of its trial.
+        gain: What its trial showed, where that had to decide because a proof of its own would have taken too long.
+    """
+
+    knob: str
+    label: str
+    changes: dict[str, Any]
+    status: Status
+    reason: str
+    why: str = ""
+    screened: float | None = None
+    failure: FailureKind | None = None
+    proof: Proof | None = None
+    trial: str | None = None
+    gain: Speedup | None = None
+
+
+@dataclass
+class Accepted:
+    """A change that stays.
+
+    Attributes:
+        candidate: What was changed.
+        before: The values it replaced, by dotted key.
+        config: The whole config with it.
+        trial: The trial of that config.
+        trial_id: Its id.
+        attempt: The attempt that led to it.
+    """
+
+    candidate: Candidate
+    before: dict[str, Any]
+    config: Config
+    trial: TrialResult
+    trial_id: str
+    attempt: Attempt
+
+    @property
+    def speedup(self) -> Speedup:
+        """What the change gained over the best config of that time."""
+        found = self.attempt.gain if self.attempt.proof is None else self.attempt.proof.speedup
+        assert found is not None
+        return found
+
+    @property
+    def proved_alone(self) -> bool:
+        """Whether it has a proof of its own; if not, that of the whole speaks for it."""
+        return self.attempt.proof is not None
+
+    @property
+    def checked(self) -> dict[str, int] | None:
+        """Seeds and steps of the longer check that speaks for it; None: there was none."""
+        quality = None if self.attempt.proof is None else self.attempt.proof.quality
+        return None if quality is None else {"seeds": len(quality.baseline), "steps": quality.steps}
+
+
+@dataclass
+class TuneResult:
+    """A whole search.
+
+    Attributes:
+        start: The config it began with.
+        best: The config it ended with; the same global batch.
+        baseline: The trial of `start`.
+        final: The trial of `best`.
+        accepted: The changes between them, in order.
+        attempts: Everything that was tried, and what was not with its reason.
+        total: The proof of `best` against `start`; None: there was no budget left for it, or nothing to prove.
+        run_samples: Samples of the whole run, None: not known.
+        spent_s: Seconds of all trials and proofs.
+        trials: Number of trials and proofs.
+        stopped: Why the search ended.
+    """
+
+    start: Config
+    best: Config
+    baseline: TrialResult
+    final: TrialResult
+    accepted: list[Accepted] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    total: Proof | None = None
+    run_samples: int | None = None
+    spent_s: float = 0.0
+    trials: int = 0
+    stopped: str = ""
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """`best` over `start`: proved as a whole, or by its only change; else unknown."""
+        if self.total is not None:
+            return self.total.speedup
+        alone = len(self.accepted) == 1 and self.accepted[0].proved_alone
+        return self.accepted[0].speedup if alone else None
+
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """Every key that differs, with its value before and after."""
+        keys = dict.fromkeys(key for item in self.accepted for key in item.candidate.changes)
+        pairs = {key: (setting_of(self.start, key), setting_of(self.best, key)) for key in keys}
+        return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+    def run_s(self, trial: TrialResult) -> float | None:
+        """Seconds of the whole run at a trial's speed, start-up included."""
+        if self.run_samples is None or not trial.seconds_per_sample:
+            return None
+        return self.run_samples * trial.sample_s + (trial.setup_s or 0.0)
+
+    @property
+    def run_s_after(self) -> float | None:
+        """Seconds of the whole run with the best config, start-up included.
+
+        Where the gain is proved it is what counts: trials lie minutes apart, and the machine may have changed.
+        """
+        speedup = self.speedup
+        if speedup is None or self.run_samples is None or not self.baseline.seconds_per_sample:
+            return self.run_s(self.final)
+        return self.run_samples * self.baseline.sample_s / speedup.value + (self.final.setup_s or 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `tune.json` holds."""
+        speedup = self.speedup
+        return {
+            "name": self.start.name,
+            "speedup": None if speedup is None else asdict(speedup),
+            "changes": {key: {"before": before, "after": after} for key, (before, after) in self.changes.items()},
+            "accepted": [_plain(item) for item in self.accepted],
+            "attempts": [asdict(item) for item in self.attempts],
+            "baseline": self.baseline.to_json(),
+            "final": self.final.to_json(),
+            "total": None if self.total is None else self.total.to_json(),
+            "run_samples": self.run_samples,
+            "run_s_before": self.run_s(self.baseline),
+            "run_s_after": self.run_s_after,
+            "spent_s": self.spent_s,
+            "trials": self.trials,
+            "stopped": self.stopped,
+            "start": self.start.model_dump(mode="json"),
+            "best": self.best.model_dump(mode="json"),
+        }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands: what it is at, and everything so far (`result.stopped` is empty until the end)."""
+
+    doing: str
+    result: TuneResult
+    budget: Budget
+
+
+Tell = Callable[[Progress], None]
+
+
+def _plain(item: Accepted) -> dict[str, Any]:
+    return {
+        "knob": item.candidate.knob,
+        "changes": dict(item.candidate.changes),
+        "before": item.before,
+        "mathematics": item.candidate.mathematics,
+        "checked": item.checked,
+        "proved_alone": item.proved_alone,
+        "why": item.attempt.why,
+        "speedup": asdict(item.speedup),
+        "trial": item.trial_id,
+        "setup_s": item.trial.setup_s,
+    }
+
+
+def figure_of(knob: Knob, context: Context, attempts: Sequence[Attempt]) -> float:
+    """How many times as fast a knob was alone; what it usually is, where it was not measured."""
+    return max(figures_of(knob, attempts).values(), default=1 + knob.gain(context))
+
+
+def figures_of(knob: Knob, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """How many times as fast the values of a knob were at best, by their labels."""
+    found: dict[str, float] = {}
+    for item in attempts:
+        if item.knob == knob.name and item.screened:
+            found[item.label] = max(item.screened, found.get(item.label, 0.0))
+    return found
+
+
+def is_asked_for(knob: Knob, context: Context, best: TrialResult, attempts: Sequence[Attempt]) -> bool:
+    """Whether a knob gains something, or does not by itself, such as one that saves memory, and is needed here."""
+    if knob.gain(context) > 0:
+        return True
+    codes = {str(finding.get("code")) for finding in best.findings}
+    return bool(codes & set(knob.codes(context))) or any(item.failure == "oom" for item in attempts)
+
+
+def only_gain_failed(attempt: Attempt) -> bool:
+    """Whether a proof found nothing wrong but the gain."""
+    assert attempt.proof is not None
+    gain, *others = attempt.proof.checks
+    return not gain.passed and all(check.passed is not False for check in others)
+
+
+def was_checked(attempt: Attempt, candidate: Candidate) -> bool:
+    """Whether a longer check of these changes, or of a part of them, did not end well."""
+    if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
+        return False
+    return attempt.changes.items() <= candidate.changes.items()

@@ -1,0 +1,449 @@
+"""The closed loop: the verdict picks a knob, its values are tried, the best of them is proved, and so on from there.
+
+The search decides by outcomes alone and every outcome is in the journal: a killed search is run again from its
+beginning, finds what it had asked for already answered, and so comes to the place where it stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
+from math import prod
+from statistics import median
+
+from frameworm.guard.proof import MINIMUM_GAIN
+from frameworm.tune.knobs.base import Candidate, Knob, together
+from frameworm.tune.knobs.context import Context, apply_changes, setting_of
+from frameworm.tune.search.challenge import WANTS_CHECK, Challenge
+from frameworm.tune.search.journal import Journal
+from frameworm.tune.search.ledger import NO_TIME, BudgetSpentError, Ledger
+from frameworm.tune.search.order import Promise, cost_of, in_order, past_the_peak, promise_of
+from frameworm.tune.search.result import (
+    Accepted,
+    Attempt,
+    Tell,
+    TuneResult,
+    figure_of,
+    figures_of,
+    is_asked_for,
+    only_gain_failed,
+)
+from frameworm.tune.trials.longer import Longer
+from frameworm.tune.trials.outcomes import Budget, CheckLonger, Prove, RunTrial, TrialResult, digest_of
+
+_ALL = "everything was tried"
+# Near break-even a change is worth a second trial once the config has changed around it.
+_NEARLY_EVEN = 0.9
+# A change that brought this much is not tried without.
+_SURELY_GOOD = 1.3
+# Combinations that nothing but single figures near break-even speaks for.
+_MOST_GUESSES = 8
+
+
+class Search:
+    """Looks for the fastest config that learns the same.
+
+    Args:
+        knobs: What may be changed.
+        context: The config to start from, the machine and the workload.
+        run_trial: Measures one config; see `TrialRequest`.
+        prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
+        budget: What all trials and proofs may take.
+        journal: Remembers them; made by `Journal(folder, search_name(context))`.
+        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
+        minimum_gain: The least speedup, less one, that is worth a change.
+        check_longer: Trains two for longer and tells how well they learned; None: what changes the mathematics by more
+            than rounding needs consent.
+        longer: How long longer checks are.
+        tell: Is told before and after everything.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        context: Context,
+        run_trial: RunTrial,
+        prove: Prove,
+        budget: Budget,
+        journal: Journal,
+        *,
+        allow_approximate: bool = False,
+        minimum_gain: float = MINIMUM_GAIN,
+        check_longer: CheckLonger | None = None,
+        longer: Longer | None = None,
+        tell: Tell | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._knobs = {knob.name: knob for knob in knobs}
+        ledger = Ledger(
+            run_trial, prove, budget, journal, consent=allow_approximate, check_longer=check_longer, clock=clock
+        )
+        self._challenge = Challenge(
+            context,
+            ledger,
+            journal,
+            allow_approximate=allow_approximate,
+            minimum_gain=minimum_gain,
+            longer=longer,
+            tell=tell,
+        )
+        self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
+        self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
+        self._noise = Noise()
+
+    @property
+    def result(self) -> TuneResult:
+        """What is known so far."""
+        return self._challenge.result
+
+    def run(self) -> TuneResult:
+        """Search until nothing is left to try or the budget is spent."""
+        try:
+            baseline = self._challenge.measure_start()
+            if baseline.failure is not None:
+                return self._ended(f"the config itself fails: {baseline.failure.reason}")
+            self._turn_all()
+            self._turn_together()
+            self._turn_again()
+            self._turn_back()
+            if self._guess():
+                self._turn_again()
+            self._turn_costly()
+            settle_doubts(self._challenge, self._knobs)
+            why = _ALL
+        except BudgetSpentError as spent:
+            why = str(spent)
+        self._challenge.prove_total()
+        list_skipped(self._knobs.values(), self._challenge, self._tried, why)
+        skipped = [item for item in self.result.attempts if item.status == "skipped" and item.why != "interaction"]
+        unchecked = [f"{item.label} {WANTS_CHECK}" for item in skipped if WANTS_CHECK in item.reason]
+        unchecked += [f"{item.label} {item.reason}" for item in skipped if NO_TIME in item.reason]
+        if unchecked and why == _ALL:
+            why = f"all was tried that the budget has time for; {unchecked[0]}"
+        return self._ended(why)
+
+    # One knob
+
+    def _turn_all(self) -> None:
+        while (following := self._next()) is not None:
+            knob, _, promise = following
+            asked_for = promise.by_verdict == 2
+            if self._turn(*following):
+                self._look_again()
+            elif asked_for or self._challenge.was_refused(knob):
+                self._turn_with_a_partner(knob, asked_for)
+
+    def _look_again(self) -> None:
+        """Knobs that were judged while steps were unsteady come up once more now that they are not."""
+        for name in self._noise.in_doubt(self._challenge.best):
+            knob = self._knobs[name]
+            told_nothing = self._challenge.has_failed(knob) or self._challenge.cannot_tell(knob)
+            if self._is_open(knob) and not told_nothing and knob.why_not(self._challenge.context) is None:
+                self._tried.pop(name, None)
+
+    def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
+        """The knob that promises most for its cost, of those not turned yet."""
+        context, ledger = self._challenge.context, self._challenge.ledger
+        waiting = [knob for knob in self._knobs.values() if knob.name not in self._tried]
+        possible = [(knob, self._possible(knob)) for knob in waiting if knob.why_not(context) is None]
+        total = sum(len(candidates) for _, candidates in possible)
+        trial_s, proof_s = ledger.usual_s("trial"), ledger.usual_s("proof")
+        open_ones = []
+        for knob, candidates in possible:
+            cost_s = cost_of(knob, len(candidates), trial_s, proof_s, total - len(candidates))
+            promise = promise_of(knob, candidates, context, self._challenge.best, cost_s)
+            if candidates and promise.gain > 0:
+                open_ones.append((knob, candidates, promise))
+        return max(open_ones, key=lambda item: item[2].rank, default=None)
+
+    def _possible(self, knob: Knob) -> list[Candidate]:
+        found = self._noise.worth_another_look(knob, knob.candidates(self._challenge.context), self.result.attempts)
+        return [candidate for candidate in found if self._challenge.why_not(candidate, knob.setup_s) is None]
+
+    def _turn(self, knob: Knob, candidates: Sequence[Candidate], promise: Promise) -> bool:
+        """Try the values of a knob and prove the fastest; whether one was accepted."""
+        self._tried[knob.name] = len(self.result.accepted)
+        self._noise.note(knob, self._challenge.best)
+        promising: list[tuple[Attempt, Candidate, TrialResult]] = []
+        screened: dict[float, float] = {}
+        present = knob.position_of(self._challenge.context)
+        spent: BudgetSpentError | None = None
+        for candidate in in_order(knob, candidates, self._challenge.context, self._challenge.best):
+            beyond = past_the_peak(candidate.position, present, screened) if knob.ordered else None
+            if beyond is not None:
+                self._challenge.add(candidate, "skipped", f"{knob.keys[0]}={beyond}", promise.why)
+                continue
+            try:
+                attempt, trial = self._challenge.screen(candidate, promise.why)
+            except BudgetSpentError as error:
+                spent = error  # what was found before is not lost
+                break
+            if attempt.screened is not None or attempt.failure == "oom":
+                screened[candidate.position] = attempt.screened or 0.0
+            if attempt.status == "inconclusive":
+                promising.append((attempt, candidate, trial))
+            if attempt.screened is not None and attempt.screened >= _NEARLY_EVEN:
+                self._near[candidate.label] = (attempt.screened, candidate)
+        accepted = False
+        promising.sort(key=lambda item: item[2].sample_s)
+        for place, (attempt, candidate, trial) in enumerate(promising):
+            if self._challenge.prove(attempt, candidate, trial):
+                for other, _, _ in promising[place + 1 :]:
+                    other.status, other.reason = "rejected", f"{candidate.label} is faster"
+                self._challenge.report(f"accepted {candidate.label}")
+                accepted = True
+                break
+            if attempt.proof is not None and only_gain_failed(attempt):
+                for other, _, _ in promising[place + 1 :]:
+                    other.status, other.reason = "rejected", f"slower than {candidate.label}, which gains nothing"
+                break
+        if spent is not None:
+            raise spent
+        return accepted
+
+    # Several knobs
+
+    def _turn_together(self) -> None:
+        """Pairs that work together, where each alone failed or was not worth it; what one makes possible comes next."""
+        accepted = True
+        while accepted:
+            accepted = False
+            for knob, other, bundle in self._pairs():
+                if self._try_alone(bundle, "together", knob.setup_s + other.setup_s):
+                    self._turn_all()
+                    accepted = True
+                    break
+
+    def _turn_with_a_partner(self, knob: Knob, asked_for: bool) -> None:
+        """What promised most and came to nothing alone is worth what goes with it, the quickest to start first.
+
+        Args:
+            knob: It cannot be done alone, or does not pay alone.
+            asked_for: A remedy of the verdict names it; it may then also be what makes its partner possible.
+        """
+        others = [other for other in self._knobs.values() if other.name in knob.partners]
+        if not asked_for:
+            others += [other for other in self._knobs.values() if knob.name in other.partners and other not in others]
+        for other in sorted(others, key=lambda other: (other.setup_s, -other.gain(self._challenge.context))):
+            if self._is_settled(other):
+                continue
+            ways = [self._bundles(knob, other), *([self._bundles(other, knob)] if asked_for else [])]
+            bundle = next(chain(*ways), None)
+            if bundle is None or self._challenge.has_tried(bundle):
+                continue
+            if self._try_alone(bundle, "together", knob.setup_s + other.setup_s):
+                return
+
+    def _pairs(self) -> list[tuple[Knob, Knob, Candidate]]:
+        """Pairs worth a trial, those first whose figures alone speak least against them."""
+        found: list[tuple[float, Knob, Knob, Candidate]] = []
+        context, best, attempts = self._challenge.context, self._challenge.best, self.result.attempts
+        for knob in self._knobs.values():
+            for pair in ((knob, self._knobs[name]) for name in knob.partners if name in self._knobs):
+                if any(self._is_settled(item) or not is_asked_for(item, context, best, attempts) for item in pair):
+                    continue
+                bundle = next(self._bundles(*pair), None)
+                known = [item.changes for _, _, _, item in found]
+                if bundle is not None and bundle.changes not in known and not self._challenge.has_tried(bundle):
+                    found.append((prod(figure_of(item, context, attempts) for item in pair), *pair, bundle))
+        found.sort(key=lambda item: -item[0])
+        return [(knob, other, bundle) for _, knob, other, bundle in found]
+
+    def _bundles(self, knob: Knob, other: Knob) -> Iterator[Candidate]:
+        """The most promising value of one, with what then is the most promising value of the other."""
+        if other.why_not(self._challenge.context) is not None:
+            return
+        for first in in_order(
+            other, other.candidates(self._challenge.context), self._challenge.context, self._challenge.best
+        ):
+            if self._challenge.why_not(first, 0.0) is not None:
+                continue
+            there = self._challenge.context.having(apply_changes(self._challenge.context.config, first.changes))
+            if knob.why_not(there) is not None:
+                continue
+            for second in in_order(knob, knob.candidates(there), there, self._challenge.best):
+                yield together(first, second)
+
+    def _turn_again(self) -> None:
+        """Knobs that did not pay before others were turned, and nearly did or work together with those."""
+        again = []
+        for knob in self._knobs.values():
+            if knob.name not in self._tried or not self._is_open(knob):
+                continue
+            since = {item.candidate.knob for item in self.result.accepted[self._tried[knob.name] :]}
+            names = {part for name in since for part in name.split("+")}
+            figures = figures_of(knob, self.result.attempts).values()
+            nearly = max(figures, default=0.0) >= _NEARLY_EVEN and not self._challenge.has_failed(knob)
+            if self._challenge.cannot_tell(knob):
+                continue
+            if names & set(knob.partners) or (names and nearly):
+                again.append((bool(names & set(knob.partners)), max(figures, default=0.0), knob))
+        for _, _, knob in sorted(again, key=lambda item: item[:2], reverse=True):
+            candidates = [item for item in self._possible(knob) if knob.why_not(self._challenge.context) is None]
+            if candidates and self._turn(knob, candidates, Promise(0, 0.0, "tried again")):
+                self._turn_all()
+
+    def _turn_back(self) -> None:
+        """Each accepted change is left out once, but for the last and those that gained much."""
+        for item in sorted(self.result.accepted[:-1], key=lambda item: item.speedup.value):
+            if item.speedup.value >= _SURELY_GOOD:
+                continue
+            if self._try_alone(self._undo(item), "interaction"):
+                item.attempt.reason += "; taken back, as it slows down what came after it"
+
+    def _guess(self) -> bool:
+        """Pairs of changes that nearly paid alone, and such a change in the place of a small one; whether one did."""
+        near = [item for item in self._near.values() if self._is_open(self._knobs[item[1].knob])]
+        pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
+        found = [(one * other, together(first, second)) for (one, first), (other, second) in pairs]
+        for item in self.result.accepted:
+            if item.attempt.why != "interaction":
+                undo = self._undo(item)
+                found += [(figure / item.speedup.value, together(undo, candidate)) for figure, candidate in near]
+        accepted = False
+        for _, candidate in sorted(found, key=lambda item: -item[0])[:_MOST_GUESSES]:
+            accepted = self._try_alone(candidate, "interaction") or accepted
+        return accepted
+
+    def _turn_costly(self) -> None:
+        """Values whose longer check would have left too little time for the rest."""
+        for knob in self._knobs.values():
+            if knob.why_not(self._challenge.context) is not None:
+                continue
+            costly = [
+                candidate
+                for candidate in knob.candidates(self._challenge.context)
+                if self._challenge.needs_check(candidate)
+                and not self._challenge.has_tried(candidate)
+                and self._challenge.why_not(candidate, knob.setup_s, last=True) is None
+            ]
+            promise = promise_of(knob, costly, self._challenge.context, self._challenge.best)
+            if costly and promise.gain > 0:
+                self._turn(knob, costly, promise)
+
+    def _is_settled(self, knob: Knob) -> bool:
+        """Whether the knob was accepted, or changes what is learned: neither is tried in combinations."""
+        return self._challenge.is_accepted(knob) or self._challenge.learned_otherwise(knob)
+
+    def _is_open(self, knob: Knob) -> bool:
+        """Whether it may still be worth a change after others were made."""
+        return not self._is_settled(knob) and not self._challenge.does_not_pay(knob)
+
+    def _undo(self, item: Accepted) -> Candidate:
+        back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
+        return Candidate(f"without {item.candidate.knob}", back, item.candidate.mathematics, item.candidate.reference)
+
+    def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0) -> bool:
+        refused = self._challenge.why_not(candidate, setup_s)
+        if refused is not None:
+            self._challenge.add(candidate, "skipped", refused, why)
+            return False
+        attempt, trial = self._challenge.screen(candidate, why)
+        return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial)
+
+    # The account
+
+    def _ended(self, why: str) -> TuneResult:
+        self.result.stopped = why
+        self._challenge.report(why)
+        return self.result
+
+
+def search_name(context: Context) -> str:
+    """Names a search: what it starts from and the kind of machine; trials of one are of no use to another."""
+    return f"{digest_of(context.config)} {context.world_size} {context.machine}"
+
+
+# From the fastest to the slowest window, as a share of the median.
+_UNSTEADY, _STEADY = 0.05, 0.02
+_FEWEST_WINDOWS = 3
+# Of the values of a knob, those come up again that were nearly as fast as its fastest.
+_NEARLY = 0.97
+
+
+class Noise:
+    """How steady the config was beside which each knob was judged."""
+
+    def __init__(self) -> None:
+        self._spreads: dict[str, float] = {}
+
+    def note(self, knob: Knob, best: TrialResult) -> None:
+        """The knob is judged now, beside this."""
+        self._spreads[knob.name] = spread_of(best)
+
+    def in_doubt(self, best: TrialResult) -> list[str]:
+        """Knobs that were judged in noise, if there is none now."""
+        if spread_of(best) > _STEADY:
+            return []
+        return [name for name, spread in self._spreads.items() if spread >= _UNSTEADY]
+
+    def worth_another_look(
+        self, knob: Knob, candidates: Sequence[Candidate], attempts: Sequence[Attempt]
+    ) -> list[Candidate]:
+        """All values of a knob the first time, later those that were fastest in the noise."""
+        figures = figures_of(knob, attempts)
+        if self._spreads.get(knob.name, 0.0) < _UNSTEADY or not figures:
+            return list(candidates)
+        enough = _NEARLY * max(figures.values())
+        return [item for item in candidates if figures.get(item.label, 0.0) >= enough]
+
+
+def spread_of(trial: TrialResult) -> float:
+    """How far its windows differ; 0 where there are too few to tell."""
+    windows = trial.seconds_per_sample
+    return (max(windows) - min(windows)) / median(windows) if len(windows) >= _FEWEST_WINDOWS else 0.0
+
+
+def settle_doubts(challenge: Challenge, knobs: Mapping[str, Knob]) -> None:
+    """Prove them after all, the most promising first, while there is time for it beside the proof of the whole."""
+    left = [item for item in challenge.result.attempts if _is_doubtful(item)]
+    for item in sorted(left, key=lambda item: -(item.screened or 0.0)):
+        candidate = _candidate(item, challenge, knobs)
+        ledger = challenge.ledger
+        proof_s = max(ledger.usual_s("proof"), ledger.proof_s(item.trial))
+        if candidate is None or not ledger.has_room(ledger.usual_s("trial") + proof_s, 1):
+            continue
+        challenge.result.attempts.remove(item)
+        attempt, trial = challenge.screen(candidate, item.why)  # known, unless others were accepted since
+        if attempt.status == "inconclusive":
+            challenge.prove(attempt, candidate, trial, at_once=True)
+
+
+def _is_doubtful(item: Attempt) -> bool:
+    return item.status == "inconclusive" and item.gain is not None and item.proof is None
+
+
+def _candidate(item: Attempt, challenge: Challenge, knobs: Mapping[str, Knob]) -> Candidate | None:
+    """What was attempted, if it is still worth it."""
+    knob = knobs.get(item.knob)
+    if knob is None or challenge.is_accepted(knob) or knob.why_not(challenge.context) is not None:
+        return None
+    found = [one for one in knob.candidates(challenge.context) if dict(one.changes) == item.changes]
+    return next((one for one in found if challenge.why_not(one, knob.setup_s) is None), None)
+
+
+def list_skipped(knobs: Iterable[Knob], challenge: Challenge, tried: Container[str], why: str) -> None:
+    """Write down everything that was never tried.
+
+    Args:
+        knobs: All there are.
+        challenge: What was tried is written down there.
+        tried: Names of the knobs that were turned.
+        why: Why the search ended.
+    """
+    context = challenge.context
+    for knob in knobs:
+        refused = knob.why_not(context)
+        for candidate in knob.candidates(context) if refused is None else ():
+            reason = challenge.why_not(candidate, knob.setup_s)
+            # Other values of a knob that was turned are slower, unless they were not even tried.
+            if not challenge.has_tried(candidate) and (reason or not challenge.is_accepted(knob)):
+                challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
+        if refused is not None and knob.name not in tried:
+            challenge.result.attempts.append(Attempt(knob.name, knob.keys[0], {}, "skipped", refused))
+
+
+def _unless_tried(why: str) -> str:
+    return why if "budget" in why else "no finding asks for it"

@@ -1,0 +1,261 @@
+"""The scaling sweep: the same training on several numbers of processes, repeated in turns, then judged.
+
+Each run is `frameworm train` itself, in processes of its own, and leaves its run folder under `runs/`. Runs that are
+completed are never made again; one that was cut off is made anew, for half a run measures a start that the others do
+not have. `scaling.json` holds the judgement, beside the report's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from frameworm.config.load import dump_config, load_config_from_mapping
+from frameworm.engine.run import look_at_machine, resolve_here
+from frameworm.errors import DeviceError, MissingPackageError, RunFolderError
+from frameworm.hardware.host import usable_cpus
+from frameworm.launch.allocation import Allocation
+from frameworm.records.atomic import write_atomic
+from frameworm.records.store import RunFolder
+from frameworm.report.scaling.report import write_report
+from frameworm.scaling.analysis import Analysis, analyse
+from frameworm.scaling.run_points import DEFAULT_WARMUP, Collection, collect
+from frameworm.tune.sweep.plan import SweepPlan, shell_settings
+from frameworm.tune.sweep.process import run_to_end
+
+SCHEMA_VERSION = 1
+RESULT_NAME, CONFIG_NAME, PLAN_NAME, LOCK_NAME = "scaling.json", "sweep.yaml", "sweep.json", ".sweep.lock"
+RUNS = "runs"
+LOCK_PATIENCE_S = 60.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class SweepRun:
+    """One training of the sweep."""
+
+    world_size: int
+    repeat: int
+    folder: str  # below the sweep's own
+    status: str  # completed, failed, or skipped: that world size has failed before
+    wall_s: float | None = None  # None: made by an earlier call
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class SweepResult:
+    """What a sweep leaves behind."""
+
+    plan: SweepPlan
+    out: Path
+    runs: list[SweepRun]
+    analysis: Analysis
+    collection: Collection
+    files: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[SweepRun]:
+        """Runs that did not end well."""
+        return [run for run in self.runs if run.status == "failed"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of scaling.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.plan.config.name,
+            "mode": self.plan.mode,
+            "world_sizes": list(self.plan.world_sizes),
+            "repeats": self.plan.repeats,
+            "fingerprint": self.plan.fingerprint,
+            "runs": [asdict(run) for run in self.runs],
+            **self.analysis.to_dict(),
+            "excluded": [asdict(item) for item in self.collection.excluded],
+            "notes": [*self.notes, *self.collection.notes],
+            "files": [path.name for path in self.files],
+        }
+
+
+def run_sweep(
+    plan: SweepPlan,
+    out: Path,
+    *,
+    resume: bool = False,
+    warmup: int = DEFAULT_WARMUP,
+    allocation: Allocation | None = None,
+    per_host: int | None = None,
+    tell: Tell | None = None,
+) -> SweepResult:
+    """Run what is missing of a sweep, judge all of it, and write its files.
+
+    Args:
+        plan: What to run.
+        out: The folder of the sweep.
+        resume: Go on with the sweep in `out`; without it a folder that holds one is refused.
+        warmup: Epochs of each run that do not count.
+        allocation: Hosts of a SLURM job; None: all processes on this machine.
+        per_host: Most processes on one host of the allocation; its GPUs, or one, unless given.
+        tell: Hears what goes on.
+
+    Raises:
+        ConfigError: The config does not fit one of the world sizes.
+        RunFolderError: The folder holds something else, or another sweep.
+    """
+    tell = tell or (lambda text: None)
+    commands = {size: _command(plan, size, allocation, per_host) for size in plan.world_sizes}
+    notes = _check_machine(plan, allocation)
+    with _locked(out, plan, resume, tell) as lock:
+        runs = _run_all(plan, out, commands, tell, lock)
+        return _judge(plan, out, runs, warmup, notes)
+
+
+def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, per_host: int | None) -> list[str]:
+    """The command of one world size but for its folder; the config is checked for it on the way."""
+    settings = [*plan.overrides, *plan.settings(world_size)]
+    config = load_config_from_mapping(plan.config.model_dump(), settings)
+    resolve_here(config, world_size)
+    hosts, workers = 1, world_size
+    if allocation is not None:
+        most = per_host or look_at_machine(config).device_count or 1
+        hosts, workers = allocation.place(world_size, most)
+    command = [sys.executable, "-m", "frameworm", "train", *shell_settings(settings)]
+    if world_size > 1:
+        command += ["--distributed", "--nproc-per-node", str(workers)]
+    return command if allocation is None else allocation.command(hosts, command)
+
+
+def _check_machine(plan: SweepPlan, allocation: Allocation | None) -> list[str]:
+    """Refuse more processes than GPUs; more processes than cores are told."""
+    if allocation is not None:
+        return []
+    machine = look_at_machine(plan.config)
+    most = plan.world_sizes[-1]
+    if machine.device == "cuda" and most > machine.device_count:
+        raise DeviceError(
+            f"world size {most} needs {most} GPUs and this machine has {machine.device_count}: leave it out of "
+            "--world-sizes, run inside a SLURM allocation, or set gpu.device=cpu to try the sweep out"
+        )
+    cores = usable_cpus()
+    if machine.device == "cpu" and most > cores:
+        return [f"{most} processes share {cores} cores: efficiency beyond world size {cores} says nothing of the code"]
+    return []
+
+
+def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: Tell, lock: int) -> list[SweepRun]:
+    order = plan.runs()
+    runs: list[SweepRun] = []
+    broken: set[int] = set()
+    for number, (size, repeat) in enumerate(order, start=1):
+        name = f"ws{size:04d}-run{repeat:02d}"
+        folder = RunFolder(out / RUNS / name)
+        run = SweepRun(size, repeat, f"{RUNS}/{name}", "completed")
+        runs.append(run)
+        if folder.status() == "completed":
+            tell(f"run {number} of {len(order)}: world size {size}, repeat {repeat}: done before")
+            continue
+        if size in broken:
+            run.status, run.reason = "skipped", "an earlier run of this world size failed"
+            continue
+        tell(f"run {number} of {len(order)}: world size {size}, repeat {repeat}")
+        # What a cut-off run left is in the way of the new one.
+        shutil.rmtree(folder.path, ignore_errors=True)
+        began = time.monotonic()
+        command = [*commands[size], "--config", str(out / CONFIG_NAME), "--out", str(folder.path)]
+        code, said = run_to_end(command, out / RUNS / f"{name}.log", keep_open=lock)
+        run.wall_s = time.monotonic() - began
+        if code != 0 or folder.status() != "completed":
+            run.status, run.reason = "failed", f"exit code {code}: {said}"
+            broken.add(size)
+            tell(f"world size {size} failed ({run.reason}); the whole output is in {RUNS}/{name}.log")
+    return runs
+
+
+def _judge(plan: SweepPlan, out: Path, runs: list[SweepRun], warmup: int, notes: list[str]) -> SweepResult:
+    try:
+        collection = collect(out / RUNS, warmup)
+    except RunFolderError:  # not one run has come as far as a folder
+        collection = Collection(())
+    result = SweepResult(plan, out, runs, analyse(collection.points), collection, notes=list(notes))
+    if collection.points or collection.excluded:
+        try:
+            result.files = list(write_report(out / RUNS, out, warmup, None).files)
+        except MissingPackageError as error:
+            result.notes.append(str(error))
+    write_atomic(out / RESULT_NAME, json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n")
+    return result
+
+
+@contextlib.contextmanager
+def _locked(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> Iterator[int]:
+    """The folder, ours alone until the last of our processes has ended."""
+    try:
+        _check_folder(out, resume)
+        (out / RUNS).mkdir(parents=True, exist_ok=True)
+        file = (out / LOCK_NAME).open("a")
+    except OSError as error:
+        raise RunFolderError(f"cannot use {out}: {error.strerror or error}; give another --out") from error
+    with file:
+        _wait_for(file.fileno(), out, tell)
+        _check_plan(out, plan, resume, tell)
+        yield file.fileno()
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise RunFolderError(f"{out} is a file; give a folder as --out")
+    if (out / PLAN_NAME).exists():
+        if not resume:
+            raise RunFolderError(f"{out} already holds a sweep; go on with it by --resume, or give another --out")
+        return
+    if any(entry.name not in (LOCK_NAME, RUNS) for entry in out.iterdir()):
+        raise RunFolderError(f"{out} holds something that is no sweep; give a new or an empty folder as --out")
+
+
+def _wait_for(lock: int, out: Path, tell: Tell) -> None:
+    """A sweep that was killed leaves a training behind that is still saving: wait for it, but not for a living one."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise RunFolderError(f"another sweep works in {out}; wait for it, or give another --out") from None
+        if not told:
+            tell(f"waiting for processes of another sweep in {out}")
+            told = True
+        time.sleep(0.2)
+
+
+def _check_plan(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> None:
+    """The folder's own sweep must be this one; a new folder gets its files."""
+    path = out / PLAN_NAME
+    if path.exists():
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            fingerprint, mode = stored["fingerprint"], stored["mode"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{path} is damaged ({error}); give another --out") from error
+        if fingerprint != plan.fingerprint:
+            what = f"is a {mode} scaling sweep" if mode != plan.mode else "is a sweep of another config"
+            raise RunFolderError(
+                f"{out} {what}: its runs cannot be compared with these (its config is in {out / CONFIG_NAME}, its "
+                "smallest world size counts too); give another --out"
+            )
+    elif resume:
+        tell(f"{out} holds no sweep yet: it starts afresh")
+    write_atomic(out / CONFIG_NAME, dump_config(plan.config))
+    written = {"fingerprint": plan.fingerprint, "mode": plan.mode, "world_sizes": list(plan.world_sizes)}
+    write_atomic(path, json.dumps({"schema_version": SCHEMA_VERSION, **written, "repeats": plan.repeats}) + "\n")

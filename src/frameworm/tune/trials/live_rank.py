@@ -1,0 +1,326 @@
+"""One rank of a live run: the engine's own run of a config, which stands still between windows until it is its turn."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.data.prefetch import tensors_in
+from frameworm.data.steps import StepBatch
+from frameworm.engine.gate import Gate, Passage
+from frameworm.engine.run import build_loader, resolve_here, train_workload
+from frameworm.errors import ConfigError, DeviceError, MissingPackageError
+from frameworm.launch.environment import added_to_environment
+from frameworm.launch.process_group import cleanup
+from frameworm.models.workloads import build_workload
+from frameworm.records.events import Listener
+from frameworm.records.schema import RunRecord, StepRecord
+from frameworm.tune.processes.batch_data import sample_count
+from frameworm.tune.processes.batch_trial import TrialJob, describe_failure, few_threads, rank_variables, settle_rank
+from frameworm.tune.processes.forkserver import BAD_FORK
+from frameworm.tune.trials.sample_hash import add_hashes, batch_hash
+from frameworm.tune.trials.warmth import StepNote
+
+FIRST_STEPS = 1  # before it stands for the first time
+_ENDLESS_EPOCHS = 1_000_000
+_MOST_HASHED = 500_000
+_REFUSALS = (ConfigError, DeviceError, MissingPackageError)
+
+
+class Go(NamedTuple):
+    """The parent's word: so many steps that are not timed, then so many that are, each by itself if watched."""
+
+    lead_in: int
+    steps: int
+    watched: bool = False
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """What a live run is to do.
+
+    Attributes:
+        rank_job: Config, folder, ranks, port and limit of memory.
+        learn_steps: Only learn for so many steps and tell how; None: stand and go as told.
+        units: One learning for each: 0 from the config's own weights, else from weights moved by that much.
+        whole_epoch: Other steps may hold other samples: the samples of an epoch are told instead of those of each step.
+        compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
+        seeds: Train with validation for `learn_steps` from each of them instead, and tell how that ended.
+    """
+
+    rank_job: TrialJob
+    learn_steps: int | None = None
+    units: tuple[float, ...] = ()
+    compiled: str | None = None
+    whole_epoch: bool = False
+    seeds: tuple[int, ...] = ()
+
+
+def run_live(job: LiveJob, rank: int, link: Connection) -> None:
+    """Body of the process; it ends here, whatever happens."""
+    if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call, unused-ignore]
+        os._exit(BAD_FORK)
+    code = 0
+    born = perf_counter()  # not before: the server that forks may have been importing
+    try:
+        settle_rank(job.rank_job, rank)
+        apart = {} if job.compiled is None else {"TORCHINDUCTOR_CACHE_DIR": job.compiled}
+        with added_to_environment({**rank_variables(job.rank_job, rank), **apart}):
+            few_threads(job.rank_job)
+            if job.learn_steps is None:
+                told: Any = _train(job.rank_job, link, born)
+            elif job.seeds:
+                told = [_train_longer(job.rank_job, job.learn_steps, seed) for seed in job.seeds]
+            else:
+                told = [_learn(job.rank_job, job.learn_steps, number, unit) for number, unit in enumerate(job.units)]
+                if job.whole_epoch:
+                    samples, tokens = _epoch(job.rank_job)
+                    for learning in told:
+                        learning["samples"] = [samples] * len(learning["samples"])
+                        learning["real_tokens"] = [tokens] * len(learning["real_tokens"])
+            link.send(("done", told))
+            cleanup()
+    except BaseException as error:
+        code = 1
+        traceback.print_exc()
+        with suppress(OSError):
+            refused = isinstance(error, _REFUSALS)
+            link.send(("failed", {**describe_failure(error), "refused": refused}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the regular end: threads of a collective that nobody will answer would hold the process.
+    os._exit(code)
+
+
+class LiveGate(Gate):
+    """Stands after the first steps and after every window, and tells how long the window took.
+
+    Steps are watched while the run warms up: what each took on the host, and how often its shapes had come before.
+    A step that is measured is not: to look at a batch takes microseconds, and the shortest steps have few hundred.
+    """
+
+    def __init__(self, link: Connection, device: torch.device, born: float) -> None:
+        self._link = link
+        self._born = born
+        self._stood_s = 0.0
+        self._device = device
+        self._start_at = -1
+        self._stop_at = FIRST_STEPS
+        self._begun: float | None = None
+        self._samples = 0
+        self._watched = True
+        self._visits: Counter[Hashable] = Counter()
+        self._admitted: tuple[float, int] | None = None
+        self._notes: list[StepNote] = []
+
+    def enter(self, step: int) -> Passage:
+        """Begin or end a window if one begins or ends here."""
+        done = step - 1
+        waited = False
+        if self._admitted is not None:
+            since, visits = self._admitted
+            self._notes.append(StepNote(perf_counter() - since, visits))
+            self._admitted = None
+        if done == self._stop_at:
+            ahead_since = perf_counter()
+            now = self._now()
+            told = {
+                "seconds": None if self._begun is None else now - self._begun,
+                "samples": self._samples,
+                "done": done,
+                "age_s": now - self._born - self._stood_s,
+                "ahead_s": now - ahead_since,
+                "notes": self._notes,
+            }
+            self._link.send(("stand", told))
+            word = self._receive()
+            self._stood_s += perf_counter() - now
+            if word is None:
+                return "end"
+            self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
+            self._watched = word.watched
+            waited = True
+        if done == self._start_at:
+            self._samples = 0
+            self._notes = []
+            self._begun = self._now()
+        return "waited" if waited else "go"
+
+    def admit(self, batch: StepBatch) -> None:
+        """Count what goes in, and look at it while the run warms up."""
+        self._samples += batch.global_samples
+        if self._watched:
+            shapes = tuple([tensor.shape for micro in batch.batches for tensor in tensors_in(micro)])
+            visits = self._visits[shapes]
+            self._visits[shapes] = visits + 1
+            self._admitted = (perf_counter(), visits)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+    def _receive(self) -> Go | None:
+        try:
+            word: Go | None = self._link.recv()
+        except EOFError:
+            os._exit(1)  # nobody is left who wants to know
+        return word
+
+
+def _train(job: TrialJob, link: Connection, born: float) -> dict[str, Any]:
+    endless = {"epochs": _ENDLESS_EPOCHS, "max_steps": None, "early_stop": None}
+    config = resolve_here(_quiet(job.config, endless), job.world_size)
+    # Validation is left out: every config pays the same for it.
+    workload = replace(build_workload(config), val_data=None)
+    device = torch.device(config.gpu.device if config.gpu.device != "auto" else "cpu")
+    return _summary(train_workload(config, workload, gate=LiveGate(link, device, born)))
+
+
+def _quiet(config: Config, training: dict[str, Any]) -> Config:
+    """The config as for training, but for all that lasts or helps itself."""
+    config = config.model_copy(deep=True)
+    config.training = config.training.model_copy(update=training)
+    config.observe = config.observe.model_copy(update={"sinks": [], "progress": False, "trace": "off"})
+    config.memory = config.memory.model_copy(update={"on_oom": "stop"})
+    return config
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    plain = record.to_dict()
+    return {
+        "verdict": record.verdict,
+        "findings": plain["findings"],
+        "phases": plain["phases"],
+        "peak_bytes": record.memory.peak_bytes,
+        "padding_waste": record.padding_waste,
+        "captured_steps": record.captured_steps,
+        "compilation": plain["compilation"],
+        "notes": record.notes,
+    }
+
+
+class LearnGate(Gate):
+    """Writes down what goes into each step, and ends the run after a number of them."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.samples: list[int | None] = []
+        self.real_tokens: list[int | None] = []
+
+    def enter(self, step: int) -> Passage:
+        """Until there are enough."""
+        return "end" if step > self._steps else "go"
+
+    def admit(self, batch: StepBatch) -> None:
+        """Look at the samples; fillers are none."""
+        there = [item for item, count in zip(batch.batches, batch.samples) if count]
+        self.samples.append(add_hashes([batch_hash(item) for item in there]))
+        self.real_tokens.append(batch.tokens)
+
+
+class _Losses(Listener):
+    """Keeps the loss of every step, and how many samples or tokens it is the mean of."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float | None, float | None]] = []
+
+    def on_step(self, step: StepRecord) -> None:
+        """One more."""
+        self.seen.append((step.loss, step.count))
+
+
+def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any]:
+    """Train for some steps from the config's weights, or such that were moved a little; what went in and came out."""
+    config = resolve_here(_quiet(job.config, {"early_stop": None, **_soon(job.config, steps)}), job.world_size)
+    workload = replace(build_workload(config), val_data=None)
+    if unit:
+        _move(workload.model, unit, number)
+    before = {name: parameter.detach().clone() for name, parameter in _trainable(workload.model)}
+    gate, losses = LearnGate(steps), _Losses()
+    train_workload(config, workload, gate=gate, callbacks=[losses])
+    after = dict(_trainable(workload.model))
+    whole = all(name in after and after[name].shape == value.shape for name, value in before.items())
+    updates = (
+        {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
+    )
+    return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
+
+
+def _soon(config: Config, steps: int) -> dict[str, Any]:
+    """As long a run that the rate has climbed to its peak halfway: at the foot of a long climb nothing is learned."""
+    training = config.training
+    if not training.warmup or training.schedule == "onecycle":  # which begins high enough
+        return {}
+    most = max(steps, math.ceil(steps / 2 / training.warmup))
+    return {"max_steps": most if training.max_steps is None else min(most, training.max_steps)}
+
+
+class _SampleGate(Gate):
+    """Counts the samples of a run."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def admit(self, batch: StepBatch) -> None:
+        """Over all ranks."""
+        self.samples += batch.global_samples
+
+
+def _train_longer(job: TrialJob, steps: int, seed: int) -> dict[str, Any]:
+    """A whole run of some steps with its own schedule: other weights, order and dropout, but the same data."""
+    config = resolve_here(_quiet(job.config, {"early_stop": None, "max_steps": steps}), job.world_size)
+    workload = build_workload(config, weights_seed=seed)
+    gate, losses = _SampleGate(), _Losses()
+    record = train_workload(config.model_copy(update={"seed": seed}), workload, gate=gate, callbacks=[losses])
+    first = next((loss for loss, _ in losses.seen if loss is not None), math.nan)
+    last = record.epochs[-1]
+    loss = math.nan if last.val_loss is None else last.val_loss
+    return {"start_loss": first, "loss": loss, "accuracy": last.val_accuracy, "samples": gate.samples}
+
+
+def _epoch(job: TrialJob) -> tuple[int | None, int | None]:
+    """Hash of the samples of the first epoch, and their tokens; None where nobody knows, or it would take too long."""
+    config = resolve_here(_quiet(job.config, {}), job.world_size)
+    workload = build_workload(config)
+    count = sample_count(workload.train_data)
+    if job.world_size > 1 or count is None or count > _MOST_HASHED:
+        return None, None
+    loader = build_loader(config, workload, workload.train_data, evaluation=False)
+    loader.set_epoch(0)
+    tokens = [loader.step_shape(step).tokens for step in range(loader.steps_per_epoch)]
+    samples = add_hashes([batch_hash(batch) for batch in loader])
+    loader.close()
+    return samples, None if None in tokens else sum(tokens)
+
+
+def _trainable(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
+    # All of them: one that a config has frozen must not vanish from the comparison.
+    return list(model.named_parameters())
+
+
+def _norm(after: torch.Tensor, before: torch.Tensor) -> float:
+    return float((after.to(torch.float64) - before.to(torch.float64)).norm())
+
+
+@torch.no_grad()
+def _move(model: nn.Module, unit: float, seed: int) -> None:
+    """Every weight by at most one unit of rounding, relative to itself."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            noise = torch.rand(parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + unit * noise.to(parameter.device))

@@ -1,0 +1,118 @@
+"""The longer check of a change that does other mathematics: how long it is, what it takes, and its trainings."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from frameworm.config.schema import Config
+from frameworm.guard.quality import Quality, SeedEnd, judge_quality
+from frameworm.tune.knobs.context import Context
+from frameworm.tune.trials.live import Live, LiveError
+from frameworm.tune.trials.outcomes import LongerRequest, LongerResult, TrialResult
+
+# What a sample costs in validation, of what it costs in training: the backward pass is two thirds.
+_VALIDATION_COST = 1 / 3
+_MARGIN = 1.2
+# It ends undecided after so many times what was expected, but not within a minute: others use the machine too.
+_MOST_TIMES = 2.5
+_LEAST_S = 60.0
+# A start without anything compiled, where a trial has not measured it.
+_START_S = 1.0
+
+Start = Callable[[Config, str, tuple[int, ...], float], Live]
+
+
+@dataclass(frozen=True, slots=True)
+class Longer:
+    """How long a longer check is.
+
+    Attributes:
+        share: Each of its trainings is this share of the whole run,
+        least_steps: but no shorter, unless the run is.
+        looks: Numbers of seeds after which it is judged. It is begun where there is time for the second; the others
+            are for what is still undecided by then.
+    """
+
+    share: float = 0.1
+    least_steps: int = 100
+    looks: tuple[int, ...] = (4, 8, 12)
+
+    def steps(self, context: Context) -> int:
+        """Steps of each training."""
+        if context.run_samples is None:
+            return self.least_steps
+        whole = max(1, context.run_samples // context.global_batch)
+        return min(whole, max(self.least_steps, math.ceil(self.share * whole)))
+
+    def seconds(self, context: Context, before: TrialResult, after: TrialResult | None = None) -> float:
+        """What it should take until the second look.
+
+        Args:
+            context: The config before the change.
+            before: Its trial.
+            after: The trial of the config after the change; None: as fast.
+        """
+        samples = self.steps(context) * context.global_batch
+        validated = context.workload.validation_samples or 0
+        epoch = context.workload.samples_per_epoch
+        validated *= math.ceil(samples / epoch) if epoch else 1
+        sides = (before, before if after is None else after)
+        pair_s = sum((samples + _VALIDATION_COST * validated) * side.sample_s for side in sides)
+        start_s = sum(_START_S if side.setup_s is None else side.setup_s for side in sides)
+        return _MARGIN * self.looks[:2][-1] * (pair_s + start_s)
+
+
+def train_both(request: LongerRequest, start: Start, *, together: bool) -> LongerResult:
+    """Train both sides from one group of seeds after another, until they say enough or time is up.
+
+    Args:
+        request: What to train.
+        start: Starts the trainings of one side: its config, a name, the seeds and the deadline.
+        together: Both sides at once.
+    """
+    limit_s = max(_LEAST_S, _MOST_TIMES * request.expected_s)
+    if request.timeout_s is not None:
+        limit_s = min(limit_s, request.timeout_s)
+    began = time.monotonic()
+    deadline = began + limit_s
+    ends: tuple[list[SeedEnd], list[SeedEnd]] = ([], [])
+    details: dict[str, Any] = {}
+    for look in request.looks:
+        done = len(ends[0])
+        spent_s = time.monotonic() - began
+        if done and spent_s * look / done > limit_s:
+            details["stopped"] = f"no time for {look} seeds"
+            break
+        seeds = tuple(request.baseline.seed + number for number in range(done, look))
+        try:
+            for side, told in zip(ends, _group(request, start, seeds, deadline, together)):
+                side.extend(SeedEnd(**item) for item in told)
+        except LiveError as error:
+            if error.failure.kind == "hang" and done:
+                details["stopped"] = f"time was up during seed {done + 1} to {look}"
+                break
+            return LongerResult(failure=error.failure, details=details)
+        if not judge_quality(Quality(*ends, request.steps)).open:
+            break
+    return LongerResult(Quality(*ends, request.steps), details=details)
+
+
+def _group(
+    request: LongerRequest, start: Start, seeds: tuple[int, ...], deadline: float, together: bool
+) -> list[list[dict[str, Any]]]:
+    """How each side ended, seed by seed, as its first rank tells: validation is over all of them."""
+    sides = ((request.baseline, "before"), (request.candidate, "after"))
+    told: list[list[dict[str, Any]]] = []
+    with ExitStack() as stack:
+        lives: list[Live] = []
+        for config, name in sides:
+            lives.append(stack.enter_context(start(config, f"{name}-{seeds[0]}", seeds, deadline)))
+            if not together:
+                told.append(lives.pop().finish()[0])
+        told += [live.finish()[0] for live in lives]
+    return told

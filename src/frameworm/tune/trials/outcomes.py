@@ -1,0 +1,246 @@
+"""What the search asks of the runner of trials, and what it is told: plain values that a journal can hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from frameworm.config.schema import Config
+from frameworm.guard.drift import ROUNDING_UNITS
+from frameworm.guard.proof import Mathematics, Proof
+from frameworm.guard.quality import Quality
+from frameworm.tune.knobs.context import Changes
+
+FailureKind = Literal["oom", "capture_refused", "crash", "hang", "not_applicable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trial gave no figure."""
+
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """One run of a config to be measured.
+
+    Attributes:
+        id: The same for the same config; a name for its folder.
+        config: What to run.
+        label: What is tried, for people.
+        timeout_s: Seconds it may take; None: the runner's own limit.
+        keep_going: To be asked after each measured window with the seconds per sample of all so far; False: the
+            candidate is clearly worse, and the trial ends there with `stopped_early`.
+        beside: The trial that it will be held against: where its steps take about as long, the same ones are measured.
+    """
+
+    id: str
+    config: Config
+    label: str
+    timeout_s: float | None = None
+    keep_going: Callable[[Sequence[float]], bool] = lambda windows: True
+    beside: TrialResult | None = None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial measured, or why it did not.
+
+    Attributes:
+        seconds_per_sample: One figure per measured window, warm-up left out.
+        setup_s: Start-up that every run pays once, compiling and capturing included.
+        verdict: The run's verdict.
+        findings: The run's findings, as `summary.json` has them.
+        stopped_early: `keep_going` said no.
+        failure: Why there are no figures.
+        details: Anything JSON can hold: phases, memory, where stderr is kept.
+        steps: The first step of the first window, and of each window the steps before the clock starts and those that
+            count; None: not known.
+    """
+
+    seconds_per_sample: Sequence[float] = ()
+    setup_s: float | None = None
+    verdict: str | None = None
+    findings: Sequence[Mapping[str, Any]] = ()
+    stopped_early: bool = False
+    failure: Failure | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[int, int, int] | None = None
+
+    @property
+    def sample_s(self) -> float:
+        """Median seconds per sample; infinite after a failure."""
+        return median(self.seconds_per_sample) if self.seconds_per_sample else math.inf
+
+    def times_as_fast_as(self, other: TrialResult) -> float:
+        """How many times as fast as another; window by window, where the same steps were measured."""
+        pairs = list(zip(other.seconds_per_sample, self.seconds_per_sample))
+        if self.steps is None or self.steps != other.steps or not pairs:
+            return other.sample_s / self.sample_s
+        return median(theirs / ours for theirs, ours in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrialResult:
+        """The result that `to_json` wrote."""
+        failure, steps = values.get("failure"), values.get("steps")
+        known = {
+            **values,
+            "failure": None if failure is None else Failure(**failure),
+            "steps": None if steps is None else tuple(steps),
+        }
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class ProofRequest:
+    """Two configs to be measured in turns and compared in what they learn.
+
+    Attributes:
+        id: The same for the same two configs.
+        baseline: The side before the change; its windows are `before`.
+        candidate: The side after it.
+        learning_baseline: What the baseline runs for the comparison of learning: without dropout, whose masks are not
+            the same under other kernels, and with the same samples per step as the candidate.
+        learning_candidate: The same for the candidate.
+        mathematics: What the change can do to the numbers.
+        unit: Unit of rounding for `guard.proof.Evidence`; references are the learning baseline from weights moved by
+            `guard.drift.push_of` it.
+        consent: The user allows other mathematics.
+        label: What is proved, for people.
+        timeout_s: Seconds it may take; None: the runner's own limit.
+        last: It may take all of them: nothing comes after it.
+        expected_s: What it should take; 0: nobody knows.
+    """
+
+    id: str
+    baseline: Config
+    candidate: Config
+    learning_baseline: Config
+    learning_candidate: Config
+    mathematics: Mathematics
+    unit: float
+    consent: bool
+    label: str
+    timeout_s: float | None = None
+    last: bool = False
+    expected_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """The proof, or why there is none; `details` as for a trial."""
+
+    proof: Proof | None = None
+    failure: Failure | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ProofResult:
+        """The result that `to_json` wrote."""
+        proof, failure = values.get("proof"), values.get("failure")
+        return cls(
+            None if proof is None else Proof.from_json(proof),
+            None if failure is None else Failure(**failure),
+            values.get("details") or {},
+        )
+
+
+@dataclass(frozen=True)
+class LongerRequest:
+    """Two configs to be trained for longer, with validation, from several seeds.
+
+    Attributes:
+        id: The same for the same two configs.
+        baseline: The side before the change.
+        candidate: The side after it.
+        steps: Steps of each training.
+        looks: Numbers of seeds after which it is judged; the first answer that stands ends it.
+        expected_s: What it should take until the second look.
+        label: What is checked, for people.
+        timeout_s: Seconds it may take, if that is less than some times what is expected.
+    """
+
+    id: str
+    baseline: Config
+    candidate: Config
+    steps: int
+    looks: Sequence[int]
+    expected_s: float
+    label: str
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LongerResult:
+    """How both sides ended, or why that is not known; `details` as for a trial."""
+
+    quality: Quality | None = None
+    failure: Failure | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LongerResult:
+        """The result that `to_json` wrote."""
+        quality, failure = values.get("quality"), values.get("failure")
+        return cls(
+            None if quality is None else Quality.from_json(quality),
+            None if failure is None else Failure(**failure),
+            values.get("details") or {},
+        )
+
+
+RunTrial = Callable[[TrialRequest], TrialResult]
+Prove = Callable[[ProofRequest], ProofResult]
+CheckLonger = Callable[[LongerRequest], LongerResult]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a search may take; None: no limit. Trials, proofs and longer checks count alike."""
+
+    time_s: float | None = None
+    trials: int | None = None
+
+
+def digest_of(*configs: Config) -> str:
+    """A short name that only equal configs share."""
+    text = json.dumps([config.model_dump(mode="json") for config in configs], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rounding_unit(*resolved: Config) -> float:
+    """Unit of rounding of the coarsest numbers that resolved configs compute or send with."""
+    units = [ROUNDING_UNITS["fp32"]]
+    for config in resolved:
+        if config.gpu.device == "cuda" and config.gpu.tf32:
+            units.append(ROUNDING_UNITS["tf32"])
+        units += [ROUNDING_UNITS[word] for word in _words(config) if word in ROUNDING_UNITS]
+    return max(units)
+
+
+def _words(config: Config) -> tuple[str, ...]:
+    return (config.gpu.mixed_precision, config.parallel.compression)
+
+
+def without_dropout(config: Config) -> Changes:
+    """The changes that leave chance out of a built-in model."""
+    return {"model.dropout": 0.0} if getattr(config.model, "dropout", 0.0) else {}

@@ -1,0 +1,303 @@
+"""Trials and proofs of a search, made with live runs of the engine; see `outcomes` for what is asked and told."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from frameworm.config.schema import Config
+from frameworm.engine.run import look_at_machine
+from frameworm.guard.drift import push_of
+from frameworm.guard.gain import Window
+from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
+from frameworm.tune.trials.live import Live, LiveError
+from frameworm.tune.trials.longer import train_both
+from frameworm.tune.trials.outcomes import (
+    Failure,
+    LongerRequest,
+    LongerResult,
+    ProofRequest,
+    ProofResult,
+    TrialRequest,
+    TrialResult,
+)
+from frameworm.tune.trials.patience import Patience, prepares
+from frameworm.tune.trials.sample_hash import add_hashes
+from frameworm.tune.trials.short_steps import ShortSteps
+from frameworm.tune.trials.windows import Effort, go_beside, measure, take_turns, warm_up, window_of
+
+_NOT_CAPTURED = "the step was not captured"
+# The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
+_SLOW_START = 3.0
+_FIRST_LOOKS = 3
+# The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
+_START_S = 1.0
+_MARGIN = 1.3
+
+
+class TrialRunner:
+    """Runs what a search asks for.
+
+    Args:
+        folder: What trials and proofs say is kept in it, in a folder for each.
+        world_size: Processes of every run.
+        effort: How much is measured.
+        limit_bytes: Memory each process may take beside Python and torch; None: what the system allows.
+        short_steps: Cuts steps that take long; None: none are cut.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        world_size: int = 1,
+        effort: Effort | None = None,
+        limit_bytes: int | None = None,
+        short_steps: ShortSteps | None = None,
+    ) -> None:
+        self._folder = Path(folder)
+        self._world_size = world_size
+        self._effort = effort or Effort()
+        self._limit_bytes = limit_bytes
+        self._short_steps = short_steps
+        self._patience = Patience(self._effort.limit_s)
+        self._starts_s = 2 * _START_S  # of both sides for their learning
+        self._compiled = self._folder / "compiled"
+
+    def forget_compiled(self, since: float | None = None) -> None:
+        """Remove what the compiler made: at the end, and what it was at when a trial was killed.
+
+        Args:
+            since: Only what it made since then, by `time.time`.
+        """
+        if since is None:
+            shutil.rmtree(self._compiled, ignore_errors=True)
+            return
+        for path in self._compiled.rglob("*"):
+            with suppress(OSError):
+                if path.is_file() and path.stat().st_mtime >= since:
+                    path.unlink()
+
+    def run_trial(self, request: TrialRequest) -> TrialResult:
+        """Measure one config alone."""
+        folder = self._folder / "trials" / request.id
+        details: dict[str, Any] = {"log": str(folder)}
+        began, since = time.monotonic(), time.time()
+        limit_s, by_budget = self._patience.for_trial(request.config, request.timeout_s)
+        deadline = began + limit_s
+        windows: list[float] = []
+        stopped_early = False
+        try:
+            (config,) = self._cut(folder, deadline, request.config)
+            with self._live(config, folder, deadline) as live:
+                live.stand()
+                if (slow := self._slow_start(live, request)) is not None:
+                    return TrialResult((slow,), stopped_early=True, details=details)
+                step_s, warm = warm_up(live, self._effort, deadline)
+                steps = go_beside(live, warm.done, step_s, window_of(step_s, self._effort, config), request.beside)
+                for count in range(1, self._effort.windows + 1):
+                    windows.append(measure(live, *steps.size))
+                    # One window alone may have met somebody else's work.
+                    if count > 1 and not request.keep_going(windows):
+                        stopped_early = True
+                        break
+                told = live.finish()[0]
+        except LiveError as error:
+            self.forget_compiled(since)
+            return TrialResult(failure=_told(error.failure, by_budget), details=details)
+        self._patience.learn(request.config, time.monotonic() - began)
+        # What its start took beyond its steps, as they were once it was warm.
+        step_s = median(windows) * warm.samples / len(warm.notes)
+        setup_s = max(0.0, warm.age_s - warm.done * step_s)
+        factor = 1 if self._short_steps is None else self._short_steps.factor
+        details.update(
+            step_s=step_s, steps_cut_by=factor, **{key: told[key] for key in told if key not in ("verdict", "findings")}
+        )
+        refused = [note for note in told["notes"] if note.startswith(_NOT_CAPTURED)]
+        if request.config.gpu.capture == "step" and refused:
+            return TrialResult(failure=Failure("capture_refused", refused[0]), details=details)
+        return TrialResult(
+            tuple(windows),
+            setup_s,
+            told["verdict"],
+            tuple(told["findings"]),
+            stopped_early,
+            details=details,
+            steps=(steps.first, *steps.size),
+        )
+
+    def prove(self, request: ProofRequest) -> ProofResult:
+        """Measure two configs in turns, and compare what they learn if that is worth while."""
+        folder = self._folder / "proofs" / request.id
+        details: dict[str, Any] = {"log": str(folder)}
+        since = time.time()
+        limit_s, by_budget = self._patience.for_proof(request)
+        deadline = time.monotonic() + limit_s
+        try:
+            cut = self._cut(
+                folder,
+                deadline,
+                request.baseline,
+                request.candidate,
+                request.learning_baseline,
+                request.learning_candidate,
+            )
+            request = replace(
+                request, baseline=cut[0], candidate=cut[1], learning_baseline=cut[2], learning_candidate=cut[3]
+            )
+            windows, step_s = self._take_turns(request, folder, deadline)
+            details["windows"] = [list(window) for window in windows]
+            proof = self._judge(request, windows, None)
+            if proof.checks[0].passed:
+                evidence = self._learn(request, folder, deadline, step_s)
+                proof = self._judge(request, windows, evidence)
+            else:  # what was learned was not asked for
+                proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
+        except LiveError as error:
+            self.forget_compiled(since)
+            return ProofResult(failure=_told(error.failure, by_budget), details=details)
+        return ProofResult(proof, details=details)
+
+    def check_longer(self, request: LongerRequest) -> LongerResult:
+        """Train two configs for longer from several seeds; see `longer`."""
+        folder = self._folder / "checks" / request.id
+
+        def start(config: Config, side: str, seeds: tuple[int, ...], deadline: float) -> Live:
+            return self._live(config, folder / side, deadline, request.steps, seeds=seeds)
+
+        since = time.time()
+        # As in `_learn`: on a GPU both sides train at once.
+        result = train_both(request, start, together=look_at_machine(request.baseline).device == "cuda")
+        if result.failure is not None:
+            self.forget_compiled(since)
+        return replace(result, details={"log": str(folder), **result.details})
+
+    def _cut(self, folder: Path, deadline: float, *configs: Config) -> list[Config]:
+        """The configs with shorter steps, all or none; the first time a look at one shows how long they are."""
+        short = self._short_steps
+        if short is None:
+            return list(configs)
+        if short.factor is None:
+            with self._live(configs[0], folder, deadline) as live:
+                live.stand()
+                live.go(0, 1)  # the first takes longer than all others
+                short.decide(live.go(0, 1).seconds)
+        return short.cut_alike(configs)
+
+    def _judge(self, request: ProofRequest, windows: Sequence[Window], evidence: Evidence | None) -> Proof:
+        return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
+
+    def _take_turns(self, request: ProofRequest, folder: Path, deadline: float) -> tuple[list[Window], float]:
+        """Windows of both sides in turns, and the slower side's seconds per step."""
+        with (
+            self._live(request.baseline, folder / "before", deadline) as before,
+            self._live(request.candidate, folder / "after", deadline) as after,
+        ):
+            began = time.monotonic()
+            before.stand()
+            after.stand()
+            # As in `_learn`, where both start at once or one after the other.
+            starts = 1 if look_at_machine(request.baseline).device == "cuda" else 2
+            self._starts_s = starts * max(_START_S, time.monotonic() - began)
+            sides = ((before, request.baseline), (after, request.candidate))
+            return take_turns(sides, self._effort, deadline, self._learning_s)
+
+    def _learn_steps(self, step_s: float) -> int:
+        fewest, most = self._effort.learn_steps
+        return max(fewest, min(most, round(self._effort.learn_s / step_s)))
+
+    def _learning_s(self, before_s: float, after_s: float) -> float:
+        """What must be left of the time when the last window ends."""
+        steps = self._learn_steps(max(before_s, after_s))
+        return self._starts_s + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
+
+    def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
+        """Both sides from the same weights, with the same samples."""
+        steps = self._learn_steps(step_s)
+        units = (0.0, *[push_of(request.unit)] * self._effort.references) if request.mathematics != "more" else (0.0,)
+        asked = [
+            (request.learning_candidate, folder / "learning-after", (0.0,)),
+            (request.learning_baseline, folder / "learning-before", units),
+        ]
+        told: list[list[Learning]] = []
+        with ExitStack() as stack:
+            # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in each
+            # other's way.
+            together = look_at_machine(request.baseline).device == "cuda"
+            lives: list[Live] = []
+            for config, place, moved in asked:
+                other_steps = request.mathematics == "more"
+                lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved, other_steps)))
+                if not together:
+                    told.append(merged(lives.pop().finish()))
+            told += [merged(live.finish()) for live in lives]
+        (candidate,), (baseline, *references) = told
+        return Evidence(baseline, candidate, references, request.unit)
+
+    def _live(
+        self,
+        config: Config,
+        folder: Path,
+        deadline: float,
+        learn_steps: int | None = None,
+        units: tuple[float, ...] = (),
+        whole_epoch: bool = False,
+        seeds: tuple[int, ...] = (),
+    ) -> Live:
+        return Live(
+            config,
+            folder,
+            deadline,
+            world_size=self._world_size,
+            limit_bytes=self._limit_bytes,
+            learn_steps=learn_steps,
+            units=units,
+            compiled=self._compiled,
+            whole_epoch=whole_epoch,
+            seeds=seeds,
+        )
+
+    def _slow_start(self, live: Live, request: TrialRequest) -> float | None:
+        """Seconds per sample of the quickest of a few first steps, where all are so slow that the trial may end."""
+        figures = []
+        for _ in range(_FIRST_LOOKS):
+            stand = live.go(0, 1, watched=True)
+            # It may compile or capture, or its shapes are new.
+            if prepares(request.config) or not stand.notes[0].visits:
+                return None
+            assert stand.seconds is not None
+            figures.append(stand.seconds / max(1, stand.samples))
+            if request.keep_going([figures[-1] / _SLOW_START]):
+                return None
+        return min(figures)
+
+
+def _told(failure: Failure, by_budget: bool) -> Failure:
+    """A failure in the words of a search: what the budget cuts short need not have hung."""
+    if failure.kind != "hang" or not by_budget:
+        return failure
+    return replace(failure, reason=f"{failure.reason}, and the budget leaves it no more")
+
+
+def merged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Learning]:
+    """The learnings of a run from what its ranks told."""
+    return [_learning([rank[number] for rank in ranks]) for number in range(len(ranks[0]))]
+
+
+def _learning(parts: Sequence[dict[str, Any]]) -> Learning:
+    steps = []
+    for step in range(min(len(part["losses"]) for part in parts)):
+        losses = [(loss, count) for loss, count in (part["losses"][step] for part in parts) if loss is not None]
+        total = math.fsum(count for _, count in losses)
+        loss = math.fsum(loss * count for loss, count in losses) / total if total else math.nan
+        tokens = [part["real_tokens"][step] for part in parts]
+        samples = add_hashes([part["samples"][step] for part in parts])
+        steps.append(StepEvidence(loss, samples, None if None in tokens else sum(tokens)))
+    return Learning(steps, parts[0]["updates"])

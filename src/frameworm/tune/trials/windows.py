@@ -1,0 +1,205 @@
+"""Windows of live runs: warming up until they mean something, one after the other, and two runs in turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from frameworm.config.schema import Config
+from frameworm.guard.gain import LEAST_PAIRS, Side, Window, speedup_of
+from frameworm.guard.proof import MINIMUM_GAIN
+from frameworm.tune.trials.live import Live, Stand
+from frameworm.tune.trials.outcomes import TrialResult
+from frameworm.tune.trials.warmth import Warmth
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        window_s: Length of a window; at least two steps.
+        windows: Windows of a trial.
+        pairs: Pairs of windows of a proof.
+        more_pairs: Once so many more where the first leave a gain open.
+        warm_s: How long it may take until it gets no faster any more and single steps look warm; not counted.
+        warm_windows: So many windows may be needed for the former even if they take longer, as compiling does.
+        learn_s: How long one learning should take, of the config before the change.
+        learn_steps: Fewest and most steps of it.
+        references: Learnings from moved weights.
+        limit_s: Longest a trial may take; twice that for a proof.
+    """
+
+    window_s: float = 0.3
+    windows: int = 5
+    pairs: int = 10
+    more_pairs: int = 15
+    warm_s: float = 12.0
+    warm_windows: int = 8
+    learn_s: float = 2.0
+    learn_steps: tuple[int, int] = (16, 48)
+    references: int = 2
+    limit_s: float = 300.0
+
+
+# Warming up takes no more than this share of the time that is left, no window of it more than this, and a window that
+# takes so many times what its steps took before has met something else.
+_MOST_TO_WARM = 0.25
+_LONGEST_S = 2.0
+_EXPECTED = 2.0
+# Two sides whose steps take about as long get the same steps in each pair of windows, and so the same samples; the one
+# that took fewer to warm up catches up, if that takes no more than this share of what warming up may.
+_ABOUT_AS_LONG = 2.0
+_MOST_TO_CATCH_UP = 0.5
+# Steps that the first trial leaves to others for warming up, and the longest that another waits to be at the same ones.
+_ROOM_S = 0.5
+_LONGEST_ROOM_S = 3.0
+# Where a pair of windows takes longer than this, a look after so few pairs tells whether more are needed: two sides
+# that do not differ lie apart like that in one of C(12, 6) = 924 cases.
+_LONG_PAIR_S = 1.0
+_FEW_PAIRS = 6
+
+
+Sides = tuple[tuple[Live, Config], tuple[Live, Config]]
+
+
+class Size(NamedTuple):
+    """Steps of a window before the clock starts, and steps that count."""
+
+    lead_in: int
+    steps: int
+
+
+def warm_up(live: Live, effort: Effort, deadline: float) -> tuple[float, Stand]:
+    """Go on until it gets no faster any more and its steps look warm; seconds per step, and where it stood then."""
+    warmth, window_s = Warmth(), effort.window_s
+    until: float | None = None
+    steps, step_s, number = 2, math.inf, 0
+    while True:
+        stand = live.go(0, steps, watched=True)
+        assert stand.seconds is not None
+        now = time.monotonic()
+        if until is None:
+            until = now + min(effort.warm_s, _MOST_TO_WARM * (deadline - now))
+        # What it took beyond all expectation, as compiling does, is not counted.
+        until += max(0.0, stand.seconds - _EXPECTED * steps * step_s)
+        step_s = stand.seconds / steps
+        state = warmth.look(stand.seconds, stand.notes, stand.ahead_s)
+        if state == "warm" or (now >= until and (state == "cold" or number >= effort.warm_windows)):
+            return step_s, stand
+        if state == "cold":
+            window_s = max(effort.window_s, min(2 * window_s, until - now, _LONGEST_S))
+        steps, number = _steps(step_s, window_s), number + 1
+
+
+def window_of(step_s: float, effort: Effort, config: Config) -> Size:
+    """The window of a run whose steps take so long."""
+    # One that is as long as a window is one by itself.
+    steps = 1 if step_s >= effort.window_s else _steps(step_s, effort.window_s)
+    workers = config.data.num_workers if isinstance(config.data.num_workers, int) else 0
+    # What the loader has made ready meanwhile is used up before the clock starts.
+    return Size(max(1, steps // 10, min(workers * config.data.prefetch_factor, steps)), steps)
+
+
+class Steps(NamedTuple):
+    """Where the first window of a trial begins, and the size of them all."""
+
+    first: int
+    size: Size
+
+
+def go_beside(live: Live, done: int, step_s: float, size: Size, beside: TrialResult | None) -> Steps:
+    """Go on to the steps that a trial measures: those of another, where these take about as long.
+
+    Steps differ in what they hold, above all where batches differ in length. Where there is no other, or it has passed
+    those steps, some are left to those who come later, to warm up with.
+
+    Args:
+        live: It has warmed up.
+        done: Its steps so far.
+        step_s: What they take.
+        size: The windows that suit it.
+        beside: The other trial; None: there is none.
+    """
+    first = done + math.ceil(_ROOM_S / step_s)
+    if beside is not None and beside.steps is not None:
+        theirs, other = beside.steps[0], Size(*beside.steps[1:])
+        alike = other.steps <= _ABOUT_AS_LONG * size.steps and size.steps <= _ABOUT_AS_LONG * other.steps
+        if alike and theirs >= done and (theirs - done) * step_s <= _LONGEST_ROOM_S:
+            first, size = theirs, other
+    if first > done:
+        live.go(0, first - done)
+    return Steps(first, size)
+
+
+def measure(live: Live, lead_in: int, steps: int) -> float:
+    """Seconds per sample in one window."""
+    stand = live.go(lead_in, steps)
+    assert stand.seconds is not None
+    return stand.seconds / max(1, stand.samples)
+
+
+def take_turns(
+    sides: Sides,
+    effort: Effort,
+    deadline: float,
+    learning_s: Callable[[float, float], float],
+) -> tuple[list[Window], float]:
+    """Windows of two runs that stand, A B B A A B ..., and the slower one's seconds per step.
+
+    Args:
+        sides: The run before a change and its config, and the one after it.
+        effort: How much is measured.
+        deadline: By `time.monotonic`.
+        learning_s: From the seconds per step of both to what must be left of the time when the last window ends.
+    """
+    (before, baseline), (after, candidate) = sides
+    before_s, before_stand = warm_up(before, effort, deadline)
+    after_s, after_stand = warm_up(after, effort, deadline)
+    sizes = [window_of(before_s, effort, baseline), window_of(after_s, effort, candidate)]
+    if max(before_s, after_s) <= _ABOUT_AS_LONG * min(before_s, after_s):
+        sizes = [Size(max(size.lead_in for size in sizes), max(size.steps for size in sizes))] * 2
+        ahead = before_stand.done - after_stand.done
+        if ahead and abs(ahead) * max(before_s, after_s) <= _MOST_TO_CATCH_UP * effort.warm_s:
+            (after if ahead > 0 else before).go(0, abs(ahead))
+    turns: list[tuple[Side, Live, Size]] = [("before", before, sizes[0]), ("after", after, sizes[1])]
+    # Two looks at one-sided chances of 2.5% each: a change that does nothing passes in at most 5% of cases.
+    last_call = deadline - learning_s(before_s, after_s)
+    windows: list[Window] = []
+    pair_s = sum((size.lead_in + size.steps) * step_s for size, step_s in zip(sizes, (before_s, after_s)))
+    while wants_more(windows, effort, long_pairs=pair_s > _LONG_PAIR_S):
+        if len(windows) >= 2 * LEAST_PAIRS and time.monotonic() > last_call:
+            break
+        for side, live, size in turns:
+            windows.append(Window(side, measure(live, *size)))
+        turns.reverse()
+    return windows, max(before_s, after_s)
+
+
+def wants_more(windows: Sequence[Window], effort: Effort, *, long_pairs: bool) -> bool:
+    """Whether another pair is wanted; what they say is looked at twice, or three times where they are long."""
+    pairs = len(windows) // 2
+    if long_pairs and pairs == _FEW_PAIRS and _lie_apart(windows) and not _is_open(windows):
+        return False
+    if pairs == effort.pairs:
+        return _is_open(windows)
+    return pairs < effort.pairs + effort.more_pairs
+
+
+def _steps(step_s: float, window_s: float) -> int:
+    return max(2, math.ceil(window_s / max(step_s, 1e-6)))
+
+
+def _lie_apart(windows: Sequence[Window]) -> bool:
+    """Whether all windows of one side are faster than all of the other."""
+    before, after = ([one.seconds_per_sample for one in windows if one.side == side] for side in ("before", "after"))
+    return max(after) < min(before) or max(before) < min(after)
+
+
+def _is_open(windows: Sequence[Window]) -> bool:
+    """Whether there may be a gain that noise hides."""
+    speedup = speedup_of(windows)
+    return speedup is not None and speedup.low <= 1 < speedup.value - MINIMUM_GAIN

@@ -1,0 +1,80 @@
+"""What measured gains do to a judgement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frameworm.diagnose.rules import Judgement, keep_shown
+from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
+from frameworm.tune.analyzer.experiments import Interval, Measured, median_interval
+from frameworm.tune.analyzer.settle import Gain, settle
+
+
+def finding(code: str = "input_bound", severity: str = "warning", **changes: Any) -> Finding:
+    values: dict[str, Any] = {
+        "share": 0.3,
+        "evidence": {"data_wait_s": 0.01},
+        "remedies": [Remedy("data.num_workers", 2, "more"), Remedy("", None, "cheaper")],
+        "expected_speedup": ExpectedSpeedup(1.4, 1.1, 1.5, "modelled"),
+        **changes,
+    }
+    return Finding(code, severity, **values)
+
+
+def test_a_modelled_gain_becomes_a_measured_one() -> None:
+    gain = Gain(
+        Interval(1.2, 1.1, 1.3), "two workers", Remedy("data.num_workers", 4, "four"), cost=Interval(1.5, 1.4, 1.6)
+    )
+    settled = settle(Judgement("input_bound", [finding()]), {"input_bound": gain})
+    (found,) = settled.findings
+    assert settled.verdict == "input_bound"
+    assert found.expected_speedup == ExpectedSpeedup(1.2, 1.1, 1.3, "measured")
+    assert [item.value for item in found.remedies] == [4, None]
+    assert found.evidence["speedup_without_it"] == 1.5
+    assert found.evidence["data_wait_s"] == 0.01
+
+
+def test_a_knob_that_gained_nothing_is_not_advised() -> None:
+    gain = Gain(Interval(1.5, 1.4, 1.6), "no loader", refuted="data.num_workers")
+    (found,) = settle(Judgement("input_bound", [finding()]), {"input_bound": gain}).findings
+    assert [item.knob for item in found.remedies] == [""]
+
+
+def test_a_cause_that_costs_nothing_when_tried_is_no_verdict() -> None:
+    gain = Gain(Interval(1.0, 0.99, 1.01), "no loader")
+    settled = settle(Judgement("input_bound", [finding()]), {"input_bound": gain})
+    assert settled.verdict == "healthy"
+    assert settled.findings[0].severity == "info"
+    assert settled.findings[0].remedies == []
+    assert settled.findings[0].expected_speedup is None
+
+
+def test_an_experiment_shows_what_no_rule_can_see_but_only_above_its_noise() -> None:
+    clear = Gain(Interval(1.9, 1.6, 2.0), "twice the batch", Remedy("training.micro_batch", 4, ""))
+    vague = Gain(Interval(1.9, 1.0, 2.0), "twice the batch")
+    settled = settle(Judgement("healthy", []), {"small_batch": clear, "precision_unused": vague})
+    assert settled.verdict == "small_batch"
+    (found,) = settled.findings
+    assert found.severity == "critical"
+    assert found.expected_speedup is not None
+    assert found.expected_speedup.basis == "measured"
+    assert settle(Judgement("inconclusive", []), {"small_batch": vague}).verdict == "inconclusive"
+
+
+def test_gains_are_taken_within_a_round() -> None:
+    measured = Measured([{"a": 2.0 * n, "b": 1.0 * n} for n in (1, 5, 30)] + [{"a": 9.0}])
+    assert measured.gain("a", "b") == Interval(2.0, 2.0, 2.0)
+    assert measured.gain("a", "c") is None
+    assert median_interval([1.0, 2.0]) is None
+
+
+def test_a_stored_run_keeps_what_experiments_had_shown() -> None:
+    by_rules = Judgement("input_bound", [finding(), finding("compute_bound", "info", share=0.8)], ["drift: none"])
+    tried = {
+        "input_bound": Gain(Interval(1.0, 0.99, 1.01), "no loader"),
+        "small_batch": Gain(Interval(1.6, 1.5, 1.7), "x"),
+    }
+    settled = settle(by_rules, tried)
+    assert settled.verdict == "small_batch"
+    assert keep_shown(by_rules, settled.findings) == settled
+    assert keep_shown(by_rules, by_rules.findings) is by_rules

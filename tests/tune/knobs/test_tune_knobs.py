@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+from frameworm.config.load import load_config, load_config_from_mapping
+from frameworm.config.schema import Config
+from frameworm.errors import ConfigError, EnvironmentSetupError
+from frameworm.models.workloads import Workload, build_workload
+from frameworm.tune.facts import workload_facts
+from frameworm.tune.knobs import base as knobs_module
+from frameworm.tune.knobs.base import GROUP, Candidate, Knob, all_knobs, register_knob
+from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.trials.outcomes import rounding_unit, without_dropout
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+H200 = MachineFacts("cuda", True, 9.0, 1, 16, 8, 141 * 2**30)
+LAPTOP = MachineFacts("cpu", False, None, 0, 4, 4)
+TEXTS = WorkloadFacts(
+    accepts_packed=True, many_widths=True, assembles_batches=True, resident_bytes=2**28, samples_per_epoch=120_000
+)
+
+
+class Texts(Dataset[int]):
+    """Texts of these lengths, in batches as wide as the longest or as all of them."""
+
+    def __init__(self, lengths: list[int], widest: int | None = None) -> None:
+        self.token_lengths = lengths
+        self._widest = widest
+
+    def __len__(self) -> int:
+        return len(self.token_lengths)
+
+    def __getitem__(self, index: int) -> int:
+        return self.token_lengths[index]
+
+    def padded_length(self, lengths: npt.NDArray[Any]) -> int:
+        return int(lengths.max()) if self._widest is None else self._widest
+
+
+def config_named(name: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"{name}.yaml", overrides, environ={})
+
+
+def knob_named(name: str) -> Knob:
+    return next(knob for knob in all_knobs() if knob.name == name)
+
+
+def config_of(**sections: Any) -> Config:
+    return load_config_from_mapping(sections, environ={})
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Knob]]:
+    fresh: dict[str, Knob] = {}
+    monkeypatch.setattr(knobs_module, "_registered", fresh)
+    return fresh
+
+
+def possible(context: Context) -> list[Candidate]:
+    return [
+        candidate
+        for knob in all_knobs()
+        if knob.why_not(context) is None
+        for candidate in knob.candidates(context)
+        if context.why_not(candidate.changes) is None
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["gpu", "cpu"])
+def test_every_candidate_runs_and_keeps_the_global_batch(name: str, machine: MachineFacts) -> None:
+    world_size = 4 if "4gpu" in name and machine.device == "cuda" else 1
+    # A config for GPUs is refused on a CPU before any knob is asked.
+    overrides = () if machine.device == "cuda" else ("parallel.strategy=auto", "gpu.capture=off")
+    context = Context(config_named(name, *overrides), machine, TEXTS, world_size)
+    found = possible(context)
+    assert found
+    for candidate in found:
+        changed = context.resolve(apply_changes(context.config, candidate.changes))
+        assert changed.training.global_batch == context.resolved.training.global_batch
+        assert changed.training.lr == context.resolved.training.lr
+        assert changed != context.resolved
+        assert changed.seed == context.config.seed
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.endswith("fast") and "4gpu" not in name])
+def test_each_setting_of_the_fast_configs_is_within_reach(name: str) -> None:
+    plain, fast = config_named(name.removesuffix("_fast")), config_named(name)
+    workload = TEXTS if plain.workload == "text_classifier" else WorkloadFacts(samples_per_epoch=10_000)
+    context = Context(fast, H200, workload)
+    differing = [
+        f"{section}.{key}"
+        for section, values in fast.model_dump().items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if setting_of(plain, f"{section}.{key}") != value
+    ]
+    assert differing
+    for key in differing:
+        # The fast config but for this one setting.
+        there = context.having(apply_changes(fast, {key: setting_of(plain, key)}))
+        wanted = setting_of(context.resolved, key)
+        reached = [apply_changes(there.config, candidate.changes) for candidate in possible(there)]
+        assert any(setting_of(there.resolve(config), key) == wanted for config in reached), key
+
+
+@pytest.mark.parametrize(
+    ("dataset", "many"),
+    [
+        (Texts([3, 9, 4]), True),
+        (Texts([5, 5, 5]), False),
+        (Texts([3, 9, 4], widest=16), False),
+        (Subset(Texts([3, 9, 4]), [0, 1]), True),
+        (Subset(Texts([3, 9, 4]), [1]), False),
+        (Texts([]), False),
+        ([1, 2, 3], False),
+    ],
+)
+def test_widths_are_many_only_where_padded_batches_differ_in_them(dataset: Any, many: bool) -> None:
+    workload = Workload(nn.Linear(1, 1), dataset)
+    assert workload_facts(config_named("quickstart"), workload).many_widths is many
+
+
+def test_a_text_cut_into_blocks_is_compiled_and_captured_and_not_bucketed(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("some words of a text\n" * 100)
+    sizes = {"d_model": 16, "n_heads": 2, "num_layers": 1, "max_seq_len": 32}
+    config = config_of(workload="gpt", model=sizes, data={"dataset": "text", "root": str(tmp_path)})
+    facts = workload_facts(config, build_workload(config))
+    everything = config.model_dump()
+    everything["gpu"]["device"] = "cuda"
+    everything["gpu"]["capture"] = "step"
+    context = Context(load_config_from_mapping(everything, environ={}), H200, facts)
+    labels = [candidate.label for candidate in possible(context)]
+    assert "gpu.compile_model=true" in labels
+    assert not [label for label in labels if label.startswith("data.batching")]
+
+
+def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:
+    quickstart = config_named("quickstart")
+    with_gelu = workload_facts(quickstart, build_workload(quickstart))
+    without = workload_facts(quickstart, Workload(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 2]))
+    compiled = config_named("quickstart", "gpu.compile_model=true")
+    for config, facts, machine, tried in (
+        (quickstart, with_gelu, LAPTOP, True),
+        (quickstart, without, LAPTOP, False),
+        (compiled, with_gelu, LAPTOP, False),
+        (config_named("ag_news_single_gpu"), with_gelu, H200, False),
+    ):
+        labels = [candidate.label for candidate in possible(Context(config, machine, facts))]
+        assert ("training.cpu_gelu=keep_slope" in labels) is tried
+
+
+def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:
+    knob = knob_named("flash_attention")
+    for width, wanted in ((768, []), (576, ["cudnn"])):
+        config = config_of(workload="gpt", model={"d_model": width}, data={"dataset": "text", "root": "x"})
+        found = knob.candidates(Context(config, H200))
+        assert [candidate.changes["gpu.use_flash_attention"] for candidate in found] == wanted
+
+
+def test_knobs_name_real_settings_and_real_findings() -> None:
+    codes = {
+        *("input_bound", "transfer_bound", "host_bound", "compute_bound", "communication_bound", "straggler"),
+        *("sync_stall", "small_batch", "precision_unused", "padding_waste", "memory_pressure", "memory_underused"),
+        *("recompilation", "cpu_oversubscribed", "negative_scaling"),
+    }
+    names = {knob.name for knob in all_knobs()}
+    everything = config_named("gpt2_124m").model_dump()
+    for knob in all_knobs():
+        assert set(knob.codes(Context(config_named("gpt2_124m"), H200))) <= codes, knob.name
+        assert set(knob.partners) <= names, knob.name
+        for key in knob.keys:
+            section, setting = key.split(".")
+            assert setting in everything[section], key
+
+
+def test_a_micro_batch_keeps_the_global_batch_in_all_spellings() -> None:
+    for training in (
+        {"batch_size": 8},
+        {"micro_batch": 8},
+        {"micro_batch": 8, "accumulation": 4},
+        {"global_batch": 32},
+    ):
+        context = Context(config_of(training=training), H200, TEXTS)
+        candidates = knob_named("micro_batch").candidates(context)
+        assert candidates or context.global_batch == 8
+        for candidate in candidates:
+            assert context.why_not(candidate.changes) is None
+            changed = context.resolve(apply_changes(context.config, candidate.changes))
+            assert changed.training.global_batch == context.global_batch
+
+
+def test_a_change_of_the_global_batch_is_refused_whoever_asks() -> None:
+    context = Context(config_of(training={"global_batch": 32}))
+    told = context.why_not({"training.global_batch": 64})
+    assert told == "the global batch would be 64 instead of 32"
+
+
+def test_what_the_config_refuses_is_never_a_candidate() -> None:
+    context = Context(config_of(parallel={"strategy": "zero2"}, training={"global_batch": 32}), H200, TEXTS, 4)
+    assert "cannot be divided" in (context.why_not({"gpu.compile_model": True}) or "")
+    assert not [item for item in possible(context) if item.knob in ("compile", "capture", "bucket_size")]
+
+
+def test_the_planner_prunes_what_does_not_fit() -> None:
+    def planner(config: Config) -> str | None:
+        size = config.training.micro_batch
+        return f"{size} samples do not fit" if isinstance(size, int) and size > 16 else None
+
+    config = config_of(training={"global_batch": 64, "micro_batch": 8})
+    context = Context(config, H200, TEXTS, planner=planner)
+    sizes = [item.changes["training.micro_batch"] for item in possible(context) if item.knob == "micro_batch"]
+    assert sizes == [4, 16]
+
+
+def test_knobs_say_why_they_mean_nothing_here() -> None:
+    cpu, gpu = Context(config_of(), LAPTOP), Context(config_of(), H200)
+    assert knob_named("capture").why_not(cpu) == "needs a GPU"
+    assert knob_named("precision").why_not(gpu) == "already bf16"
+    assert knob_named("precision").why_not(cpu) == "this processor has no bf16"
+    assert knob_named("memory_format").why_not(gpu) == "the model has no convolutions"
+    assert knob_named("compression").why_not(gpu) == "there is one process"
+    assert knob_named("resident").why_not(gpu) == "only packed batches are put together on the GPU"
+    deterministic = Context(config_of(gpu={"deterministic": True}), H200)
+    assert "deterministic" in (knob_named("capture").why_not(deterministic) or "")
+    old = replace(H200, capability=7.5, bf16=False)
+    assert "no TF32" in (knob_named("tf32").why_not(Context(config_of(gpu={"tf32": False}), old)) or "")
+
+
+def test_packed_is_rounding_against_balanced_steps_and_bucketed_is_more() -> None:
+    context = Context(config_of(), H200, TEXTS)
+    found = {item.changes["data.batching"]: item for item in knob_named("batching").candidates(context)}
+    assert found["packed"].mathematics == "rounding"
+    assert found["packed"].reference["data.balance"] is True
+    assert found["bucketed"].mathematics == "more"
+
+
+def test_whole_runs_are_counted_in_samples() -> None:
+    steps = config_of(training={"global_batch": 32, "max_steps": 100, "epochs": 2})
+    assert Context(steps).run_samples == 3200
+    assert Context(steps, workload=WorkloadFacts(samples_per_epoch=1000)).run_samples == 2000
+    assert Context(config_of()).run_samples is None
+
+
+def test_units_of_rounding_follow_the_coarser_side() -> None:
+    exact = Context(config_of(gpu={"tf32": False, "mixed_precision": "off"}), H200).resolved
+    assert rounding_unit(exact) == 2**-24
+    tf32 = Context(config_of(gpu={"mixed_precision": "off"}), H200).resolved
+    assert rounding_unit(exact, tf32) == 2**-11
+    assert rounding_unit(tf32, Context(config_of(), H200).resolved) == 2**-8
+    assert rounding_unit(Context(config_of(), LAPTOP).resolved) == 2**-24
+
+
+def test_unknown_keys_and_bad_values_are_config_errors() -> None:
+    with pytest.raises(ConfigError):
+        apply_changes(config_of(), {"gpu.fast": True})
+    with pytest.raises(ConfigError):
+        apply_changes(config_of(), {"gpu.capture": "sideways"})
+    assert without_dropout(config_of(model={"dropout": 0.1})) == {"model.dropout": 0.0}
+    assert without_dropout(config_of(workload="a.b:c")) == {}
+
+
+def test_a_knob_can_be_registered(registry: dict[str, Knob]) -> None:
+    mine = Knob("mine", ("model.tile",), "Tiles.", lambda context: [16, 32])
+    register_knob(mine)
+    assert all_knobs()[-1] is mine
+    assert registry == {"mine": mine}
+    context = Context(config_of(workload="a.b:c", model={"tile": 16}))
+    assert [item.changes for item in mine.candidates(context)] == [{"model.tile": 32}]
+
+
+def plugin_knobs() -> list[Knob]:
+    return [Knob("from_plugin", ("gpu.tf32",), "Another.", lambda context: [True])]
+
+
+def plugin_of_nonsense() -> list[str]:
+    return ["nonsense"]
+
+
+def test_plugins_add_knobs_and_broken_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(*values: str) -> None:
+        found = [EntryPoint(f"p{place}", value, GROUP) for place, value in enumerate(values)]
+        monkeypatch.setattr(knobs_module, "entry_points", lambda group: found if group == GROUP else [])
+
+    install(f"{__name__}:plugin_knobs")
+    assert "from_plugin" in {knob.name for knob in all_knobs()}
+    for value in (f"{__name__}:plugin_of_nonsense", "no_such_module:knobs"):
+        install(value)
+        with pytest.raises(EnvironmentSetupError, match="plugin p0"):
+            all_knobs()
