@@ -304,7 +304,7 @@ def tiny_batch(folder: Path, rank: int) -> RunRecord:
 
 def analyzed(model: nn.Module, data: Dataset[Any], batch: int) -> RunRecord:
     """The analyzer's judgement instead of a run's."""
-    from frameworm.diagnose.rules import apply_judgement
+    from frameworm.diagnose.rules.judge import apply_judgement
     from frameworm.tune.analyzer.analyzer import BottleneckAnalyzer
 
     analyzer = BottleneckAnalyzer(model, DataLoader(data, batch), "cpu", budget_s=15)

@@ -9,14 +9,14 @@ import pytest
 
 from frameworm.config.keys import key_tree
 from frameworm.config.schema import MODEL_SECTIONS, Config
-from frameworm.diagnose.rules import CODES
+from frameworm.diagnose.rules.judge import CODES
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "guide.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 # What doctor says is written there.
 SOURCES = [
-    *(DOCS.parent / "src/frameworm/diagnose").glob("*.py"),
+    *(DOCS.parent / "src/frameworm/diagnose").rglob("*.py"),
     DOCS.parent / "src/frameworm/engine/memory/fitness.py",
 ]
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)

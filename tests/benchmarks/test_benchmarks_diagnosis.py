@@ -32,7 +32,7 @@ def outcome(verdict: str, *warnings: str) -> dict[str, Any]:
 
 
 def test_there_are_enough_cases_of_every_kind(diagnosis: ModuleType) -> None:
-    from frameworm.diagnose.rules import CODES
+    from frameworm.diagnose.rules.judge import CODES
 
     cases = diagnosis.CASES.values()
     assert len(cases) >= 20

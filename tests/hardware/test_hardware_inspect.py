@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from frameworm.diagnose.machine import judge_machine
+from frameworm.diagnose.machine.judge import judge_machine
 from frameworm.hardware import host, storage
 from frameworm.hardware.inspect import inspect_machine, try_port
 from frameworm.hardware.inspect_gpu import facts_of, peer_access

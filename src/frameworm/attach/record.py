@@ -159,7 +159,7 @@ def all_steps(folder: RunFolder) -> dict[int, Iterable[StepRecord]]:
 
 def judge_record(record: RunRecord, folder: RunFolder) -> None:
     """Put verdict and findings into a record, from it and what else its folder holds."""
-    from frameworm.diagnose.rules import apply_judgement, judge
+    from frameworm.diagnose.rules.judge import apply_judgement, judge
 
     apply_judgement(record, judge(record, steps=all_steps(folder), system=record.system, trace=stored_trace(folder)))
 

@@ -58,8 +58,8 @@ def doctor(
         from frameworm.config.load import load_config
 
         loaded = load_config(config, settings)
-    from frameworm.diagnose.checklist import Subject, check_config
-    from frameworm.diagnose.machine import judge_machine
+    from frameworm.diagnose.checklist.checklist import Subject, check_config
+    from frameworm.diagnose.machine.judge import judge_machine
     from frameworm.hardware.inspect import inspect_machine
     from frameworm.launch.around import look_around
     from frameworm.records.machine import Intent

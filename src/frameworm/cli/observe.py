@@ -195,7 +195,7 @@ def _stored_record(folder: RunFolder) -> RunRecord:
 def _judge(record: RunRecord, folder: RunFolder) -> None:
     from frameworm.attach.record import all_steps, stored_trace
     from frameworm.config.load import load_config
-    from frameworm.diagnose.rules import apply_judgement, judge, keep_shown
+    from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown
     from frameworm.errors import FramewormError
 
     config = None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import Config
-from frameworm.diagnose.rules import apply_judgement, judge
+from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes

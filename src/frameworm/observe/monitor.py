@@ -18,7 +18,7 @@ from typing import ClassVar, TextIO
 import torch
 import torch.distributed as dist
 
-from frameworm.diagnose.rules import apply_judgement, judge
+from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.observe.clocks.device_timer import DeviceTimer, PendingStep, choose_observed
 from frameworm.records.events import Listener

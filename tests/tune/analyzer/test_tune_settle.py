@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.rules import Judgement, keep_shown
+from frameworm.diagnose.rules.judge import Judgement, keep_shown
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.analyzer.experiments import Interval, Measured, median_interval
 from frameworm.tune.analyzer.settle import Gain, settle

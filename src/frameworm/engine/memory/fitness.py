@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
-from frameworm.diagnose.machine import size
+from frameworm.diagnose.machine.judge import size
 from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.errors import ConfigError, DeviceError
 from frameworm.records.machine import Check, Intent, MachineFacts, PlanFacts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.diagnose.places import place_text
+from frameworm.diagnose.rules.places import place_text
 from frameworm.diagnose.targets import Target, grade_targets
 from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, Remedy, RunRecord
 

@@ -13,7 +13,7 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.steps import StepBatch
-from frameworm.diagnose.rules import Judgement, apply_judgement, judge
+from frameworm.diagnose.rules.judge import Judgement, apply_judgement, judge
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import count_parameters, describe_device, measure_memory
 from frameworm.errors import DataError, DeviceError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
-from frameworm.diagnose.rules import apply_judgement, judge
+from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.engine.model.randomness import random_state, restore_random_state
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.run import TokenisingNotice, build_loader, resolve_here, run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.diagnose.cost import GAINS
-from frameworm.diagnose.rules import EXPERIMENT, Judgement, with_findings
+from frameworm.diagnose.rules.cost import GAINS
+from frameworm.diagnose.rules.judge import EXPERIMENT, Judgement, with_findings
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.analyzer.experiments import Interval
 

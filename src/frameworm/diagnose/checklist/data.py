@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from frameworm.config.schema import CustomModelConfig, GPTModelConfig
-from frameworm.diagnose.checklist_subject import Subject, no_matter
-from frameworm.diagnose.known_gains import batching_gain, unmeasured
+from frameworm.diagnose.checklist.known_gains import batching_gain, unmeasured
+from frameworm.diagnose.checklist.subject import Subject, no_matter
 from frameworm.records.machine import ChecklistItem
 
 

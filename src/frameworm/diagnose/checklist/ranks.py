@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from frameworm.config.checks import NO_BUCKETS, NO_COMPRESSION
 from frameworm.config.schema import Config
-from frameworm.diagnose.checklist_subject import Subject
-from frameworm.diagnose.known_gains import compression_gain, unmeasured
-from frameworm.diagnose.rules_ranks import BUCKETS_TO_OVERLAP, SMALLEST_BUCKET_MB
+from frameworm.diagnose.checklist.known_gains import compression_gain, unmeasured
+from frameworm.diagnose.checklist.subject import Subject
+from frameworm.diagnose.rules.ranks import BUCKETS_TO_OVERLAP, SMALLEST_BUCKET_MB
 from frameworm.records.machine import ChecklistItem, Gain, Intent, MachineFacts, PlanFacts
 
 # Tokens of a pass on one rank. On four GPUs the small AG News model (1,024) ran at 0.46 times one GPU's speed, IMDB's

@@ -6,8 +6,8 @@ import math
 import statistics
 from typing import Any
 
-from frameworm.diagnose.accounting import CORRELATION, Facts
-from frameworm.diagnose.cost import costed
+from frameworm.diagnose.rules.accounting import CORRELATION, Facts
+from frameworm.diagnose.rules.cost import costed
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import Compression, RankSummary
 from frameworm.records.schema import Finding, RunRecord

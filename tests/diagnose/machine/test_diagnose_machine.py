@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from frameworm.diagnose.machine import judge_machine
-from frameworm.diagnose.machine_variables import UNWANTED
+from frameworm.diagnose.machine.judge import judge_machine
+from frameworm.diagnose.machine.variables import UNWANTED
 from frameworm.records.machine import Check, GpuFacts, Intent, MachineFacts, PortFacts, StorageFacts
 
 GIB = 2**30

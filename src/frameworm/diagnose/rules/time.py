@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from frameworm.diagnose.accounting import Facts, mean_of
-from frameworm.diagnose.cost import SHARES, costed
-from frameworm.diagnose.places import WRITING, place_text, places_of_work, work_share
-from frameworm.diagnose.rules_device import sync_cost
-from frameworm.diagnose.rules_machine import all_busy, crowded_by_workers
+from frameworm.diagnose.rules.accounting import Facts, mean_of
+from frameworm.diagnose.rules.cost import SHARES, costed
+from frameworm.diagnose.rules.device import sync_cost
+from frameworm.diagnose.rules.machine import all_busy, crowded_by_workers
+from frameworm.diagnose.rules.places import WRITING, place_text, places_of_work, work_share
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding, Remedy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.accounting import Facts, mean_of
-from frameworm.diagnose.cost import costed
-from frameworm.diagnose.rules_device import MEMORY_UNDERUSED, is_small_batch, memory_share
+from frameworm.diagnose.rules.accounting import Facts, mean_of
+from frameworm.diagnose.rules.cost import costed
+from frameworm.diagnose.rules.device import MEMORY_UNDERUSED, is_small_batch, memory_share
 from frameworm.records.estimate import Estimate, known
 from frameworm.records.schema import Finding, Remedy, Statistics
 

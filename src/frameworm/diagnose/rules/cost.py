@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.accounting import Facts
+from frameworm.diagnose.rules.accounting import Facts
 from frameworm.records.estimate import Estimate, clamp
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 

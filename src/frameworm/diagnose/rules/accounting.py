@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.config.checks import NOT_YET
-from frameworm.diagnose.places import work_share
+from frameworm.diagnose.rules.places import work_share
 from frameworm.records.account import StepAccount
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import RankSummary, SystemSummary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from frameworm.config.checks import SHARDED
 from frameworm.config.schema import CustomModelConfig, GPTModelConfig
-from frameworm.diagnose.checklist_subject import Subject, no_matter
-from frameworm.diagnose.known_gains import capture_gain, gpt_gain, precision_gain, unmeasured
+from frameworm.diagnose.checklist.known_gains import capture_gain, gpt_gain, precision_gain, unmeasured
+from frameworm.diagnose.checklist.subject import Subject, no_matter
 from frameworm.records.machine import ChecklistItem
 
 FUSED_LOSS_WORDS = 8192  # from where model.fused_loss: auto is on

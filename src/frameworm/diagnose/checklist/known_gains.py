@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from frameworm.diagnose.rules_device import SAVED_FROM_FP32, SAVED_FROM_TF32
+from frameworm.diagnose.rules.device import SAVED_FROM_FP32, SAVED_FROM_TF32
 from frameworm.records.machine import Gain
 
 RESULTS = "benchmarks/results"

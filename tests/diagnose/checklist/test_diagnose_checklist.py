@@ -12,13 +12,14 @@ import pytest
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.resolve import resolve
-from frameworm.diagnose import checklist_device, known_gains
-from frameworm.diagnose.checklist import Subject, check_config
-from frameworm.diagnose.rules import CODES
+from frameworm.diagnose.checklist import device as checklist_device
+from frameworm.diagnose.checklist import known_gains
+from frameworm.diagnose.checklist.checklist import Subject, check_config
+from frameworm.diagnose.rules.judge import CODES
 from frameworm.models.causal_attention import fits_causal_kernels
 from frameworm.records.machine import ChecklistItem, GpuFacts, Intent, MachineFacts, PlanFacts, StorageFacts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = GpuFacts("NVIDIA H200", memory_bytes=140 * 2**30, capability=9.0, nvlinks=18)
 MACHINE = MachineFacts(gpus=(GPU,), cpus_usable=16, torch_threads=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from frameworm.diagnose.accounting import Facts
-from frameworm.diagnose.cost import costed
+from frameworm.diagnose.rules.accounting import Facts
+from frameworm.diagnose.rules.cost import costed
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding
 

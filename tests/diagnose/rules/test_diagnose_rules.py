@@ -20,7 +20,7 @@ from planted_facts import (
     rank,
 )
 
-from frameworm.diagnose.rules import CODES, RULES, Judgement, apply_judgement, judge
+from frameworm.diagnose.rules.judge import CODES, RULES, Judgement, apply_judgement, judge
 from frameworm.records.observations import Compression, OtherTime, Place
 from frameworm.records.schema import (
     Batch,

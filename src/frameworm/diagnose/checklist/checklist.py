@@ -5,12 +5,12 @@ Pure functions of the resolved config, the machine's facts and the memory plan; 
 
 from __future__ import annotations
 
-from frameworm.diagnose.checklist_data import data_items
-from frameworm.diagnose.checklist_device import device_items
-from frameworm.diagnose.checklist_ranks import rank_items
-from frameworm.diagnose.checklist_subject import Subject, no_matter
-from frameworm.diagnose.known_gains import RESULTS, unmeasured
-from frameworm.diagnose.machine import size
+from frameworm.diagnose.checklist.data import data_items
+from frameworm.diagnose.checklist.device import device_items
+from frameworm.diagnose.checklist.known_gains import RESULTS, unmeasured
+from frameworm.diagnose.checklist.ranks import rank_items
+from frameworm.diagnose.checklist.subject import Subject, no_matter
+from frameworm.diagnose.machine.judge import size
 from frameworm.records.machine import ChecklistItem, Gain
 
 __all__ = ["Subject", "check_config"]

@@ -8,7 +8,7 @@ import random
 import pytest
 from planted_facts import COMPUTE, make_steps
 
-from frameworm.diagnose.cost import SHARES, expected_speedup, severity_of, undecided
+from frameworm.diagnose.rules.cost import SHARES, expected_speedup, severity_of, undecided
 from frameworm.records.account import BIN_LIMIT, StepAccount
 from frameworm.records.estimate import Estimate, quantile, ratio, trend
 from frameworm.records.statistics import summarise_steps

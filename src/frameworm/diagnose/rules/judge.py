@@ -6,25 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.diagnose.accounting import Facts, StepsOfRanks, gather
-from frameworm.diagnose.cost import SEVERITIES, SHARES, undecided
-from frameworm.diagnose.places import NEEDED, top_place
-from frameworm.diagnose.rules_device import (
+from frameworm.diagnose.rules.accounting import Facts, StepsOfRanks, gather
+from frameworm.diagnose.rules.cost import SEVERITIES, SHARES, undecided
+from frameworm.diagnose.rules.device import (
     compute_bound,
     host_bound,
     padding_waste,
     precision_unused,
     small_batch,
 )
-from frameworm.diagnose.rules_machine import (
+from frameworm.diagnose.rules.machine import (
     cpu_oversubscribed,
     memory_growth,
     memory_pressure,
     memory_underused,
     throttled,
 )
-from frameworm.diagnose.rules_ranks import communication_bound, negative_scaling, straggler
-from frameworm.diagnose.rules_time import (
+from frameworm.diagnose.rules.places import NEEDED, top_place
+from frameworm.diagnose.rules.ranks import communication_bound, negative_scaling, straggler
+from frameworm.diagnose.rules.time import (
     checkpoint_stall,
     input_bound,
     logging_stall,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from frameworm.diagnose.machine_gpu import gpu_checks
-from frameworm.diagnose.machine_network import network_checks
-from frameworm.diagnose.machine_variables import variable_checks
-from frameworm.diagnose.rules_machine import CROWDED
+from frameworm.diagnose.machine.gpu import gpu_checks
+from frameworm.diagnose.machine.network import network_checks
+from frameworm.diagnose.machine.variables import variable_checks
+from frameworm.diagnose.rules.machine import CROWDED
 from frameworm.records.machine import Check, Intent, MachineFacts, StorageFacts, Verdict
 
 GROUP = "processors and memory"

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_facts import make_record, make_steps
 
-from frameworm.diagnose.cost import SEVERITIES
-from frameworm.diagnose.rules import CODES, judge
+from frameworm.diagnose.rules.cost import SEVERITIES
+from frameworm.diagnose.rules.judge import CODES, judge
 from frameworm.diagnose.targets import grade_targets
 from frameworm.records import observations, schema
 from frameworm.records.schema import PHASES, RunRecord, StepRecord
