@@ -49,8 +49,9 @@ from harness import (
 from torch import Tensor
 
 from frameworm.parallel.compression import codecs, quantize, sparse
-from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.sparse import TopK
 
 COUNT = 124_439_808

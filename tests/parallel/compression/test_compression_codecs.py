@@ -12,8 +12,9 @@ from torch import Tensor
 
 from frameworm.errors import ConfigError
 from frameworm.parallel.compression import quantize, sparse
-from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.sparse import TopK
 
 NAMES = ("int8", "int4", "topk")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from frameworm.parallel.compression import codecs
-from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.sparse import TopK
 from triton_here import DEVICE, GPU, INTERPRETED, needs_gpu, needs_kernels
 

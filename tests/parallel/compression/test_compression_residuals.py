@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frameworm.parallel.compression.codecs import make_codec
 from frameworm.parallel.compression.exchange import ALIGNMENT_BYTES, Shards
 from frameworm.parallel.compression.hook import mixed
 from frameworm.parallel.compression.powersgd import orthogonalize
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.residuals import Named, Residuals
 
 CPU = torch.device("cpu")

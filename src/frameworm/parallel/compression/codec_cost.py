@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from frameworm.parallel.compression import exchange
-from frameworm.parallel.compression.codecs import make_codec
 from frameworm.parallel.compression.hook import CASTS, METHODS, OFF, WITH_FEEDBACK
 from frameworm.parallel.compression.pipeline import Stages, Wire
 from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.residuals import Named
 
 SQUARE = (1024, 1024)

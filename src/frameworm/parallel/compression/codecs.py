@@ -14,9 +14,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from frameworm.errors import ConfigError
-
-CODECS = ("int8", "int4", "topk")
 ROUNDINGS = ("nearest", "stochastic")
 
 # Values worked on at a time on a CPU. Chunks that stay in the cache are slower: what some twenty calls for each cost is
@@ -118,21 +115,3 @@ def sum_into(total: Tensor, values: Tensor, residual: Tensor | None) -> None:
     total.copy_(values)
     if residual is not None:
         total.add_(residual)
-
-
-def make_codec(name: str, *, ratio: float = 0.01, rounding: str = "nearest") -> Codec:
-    """The codec of a compression method.
-
-    Args:
-        name: "int8", "int4" or "topk".
-        ratio: Share of the values that top-k keeps.
-        rounding: "nearest" or "stochastic"; top-k rounds to the nearest always.
-    """
-    from frameworm.parallel.compression.quantize import Quantizer
-    from frameworm.parallel.compression.sparse import TopK
-
-    if name in ("int8", "int4"):
-        return Quantizer(8 if name == "int8" else 4, rounding=rounding)
-    if name == "topk":
-        return TopK(ratio)
-    raise ConfigError(f"there is no codec {name!r}: use one of {', '.join(CODECS)}")

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.errors import ConfigError
 from frameworm.parallel.compression import exchange
-from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.pipeline import Job, Pipeline, Result, Stages, Wire
 from frameworm.parallel.compression.plain import EarlyShares, first_of, share_of
 from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.residuals import Named, Residuals, Scale
 
 log = logging.getLogger("frameworm")

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from frameworm.parallel.compression.auto import METHODS, OFF, Outlook
-from frameworm.parallel.compression.codecs import Codec, make_codec
+from frameworm.parallel.compression.codecs import Codec
 from frameworm.parallel.compression.quantize import Quantizer
+from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.network.probe import quick_probe
 from frameworm.scaling.network import NetworkModel, bus_share
 
