@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from frameworm.attach.hooks import Patches, install
+from frameworm.attach.hooks import install
+from frameworm.attach.patches import Patches
 from frameworm.attach.watch import Watch
 from frameworm.records.schema import PHASES, StepRecord
 

@@ -24,7 +24,7 @@ from frameworm.records.schema import Memory, RunRecord
 from frameworm.records.writer import JsonLinesWriter
 
 if TYPE_CHECKING:
-    from frameworm.attach.hooks import Patches
+    from frameworm.attach.patches import Patches
     from frameworm.attach.watch import Watch
     from frameworm.observe.clocks.windows import TraceWindow
     from frameworm.observe.system.sampler import SystemSampler

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from frameworm.attach.hooks import Patches, keep_compiler_out
+from frameworm.attach.patches import Patches, keep_compiler_out
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import TRANSFER
 

@@ -7,7 +7,6 @@ traces, wrappers are transparent: they are inlined to the plain call and leave n
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import logging
 import types
@@ -22,6 +21,8 @@ import torch.optim
 import torch.utils.data.dataloader as dataloader
 from torch.compiler import is_dynamo_compiling
 
+from frameworm.attach.device_hooks import install_device_hooks
+from frameworm.attach.patches import Patches, keep_compiler_out
 from frameworm.attach.steps import COMMUNICATION
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
@@ -41,53 +42,7 @@ COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-_MISSING = object()
 _OURS = "_frameworm_watches"
-
-
-class Patches:
-    """Attributes that were replaced, to be put back."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
-        """Replace an attribute by a wrapper around it; one that does not exist is left alone."""
-        found = getattr(owner, name, None)
-        if found is None:
-            return
-        wrapper = keep_compiler_out(wrap(found))
-        own = vars(owner).get(name, _MISSING) if isinstance(owner, type) else found
-        self._before.append((owner, name, own))
-        setattr(owner, name, wrapper)
-
-    def remove(self) -> None:
-        """Put everything back as it was."""
-        while self._before:
-            owner, name, found = self._before.pop()
-            if found is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, found)
-
-
-def keep_compiler_out(function: _Function, *, also_of_calls: bool = False) -> _Function:
-    """Let torch.compile run a function's frame as it is instead of compiling it.
-
-    All calls of all models come through the same wrapper: compiled, it would be compiled anew for each of them. What a
-    wrapper calls may be the script's own work, which is to be compiled.
-
-    Args:
-        also_of_calls: The same for everything the function calls.
-    """
-    # torch's own way to say so would import all of the compiler.
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._C._dynamo import eval_frame as tracer
-
-        action = tracer._FrameAction
-        strategy = tracer._FrameExecStrategy(action.SKIP, action.SKIP if also_of_calls else action.DEFAULT)
-        tracer.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 def install(watch: Watch) -> Patches:
@@ -110,8 +65,6 @@ def install(watch: Watch) -> Patches:
         patches.set(builtins, "print", functools.partial(_logging, watch))
         patches.set(logging.Logger, "handle", functools.partial(_logging, watch))
         if torch.version.cuda is not None or torch.version.hip is not None:
-            from frameworm.attach.device_hooks import install_device_hooks
-
             install_device_hooks(patches, watch)
     except BaseException:
         patches.remove()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 
-from frameworm.attach.hooks import Patches, phase_of_its_own
+from frameworm.attach.hooks import phase_of_its_own
+from frameworm.attach.patches import Patches
 from frameworm.attach.script import AfterImport
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import CHECKPOINT
