@@ -17,8 +17,9 @@ from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, StepEvidence, prove
-from frameworm.tune.knobs.base import Knob, all_knobs
+from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context, WorkloadFacts, apply_changes
+from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.search import Search, search_name
 from frameworm.tune.trials.outcomes import Budget, ProofRequest, ProofResult, TrialRequest, TrialResult

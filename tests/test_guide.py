@@ -89,7 +89,7 @@ def test_pages_that_doctor_names_exist() -> None:
 
 
 def test_knobs_exist() -> None:
-    from frameworm.tune.knobs.base import all_knobs
+    from frameworm.tune.knobs.registry import all_knobs
 
     named: set[str] = set()
     for part in re.findall(r"knobs? ((?:`\w+`(?:,\s+)?)+)", TEXT):

@@ -50,8 +50,8 @@ def test_every_case_has_its_configs(tuner: ModuleType) -> None:
 
 
 def test_all_combinations_keep_the_batch_and_leave_out_what_is_approximate(tuner: ModuleType) -> None:
-    from frameworm.tune.knobs.base import all_knobs
     from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
+    from frameworm.tune.knobs.registry import all_knobs
 
     regret = tuner.tuner_regret
     config = load_config_from_mapping({"name": "a"}, list(regret.REAL_SETTINGS), environ={})

@@ -19,8 +19,8 @@ from frameworm.config.schema import Config
 from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Proof, prove
-from frameworm.tune.knobs.base import all_knobs
 from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
+from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.result import TuneResult
 from frameworm.tune.search.search import Search, search_name

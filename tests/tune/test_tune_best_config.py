@@ -14,8 +14,9 @@ from frameworm.config.schema import Config
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Mathematics, Proof
 from frameworm.tune.best_config import render_best
-from frameworm.tune.knobs.base import Candidate, all_knobs
+from frameworm.tune.knobs.base import Candidate
 from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.result import Accepted, Attempt, TuneResult
 from frameworm.tune.trials.outcomes import TrialResult
 

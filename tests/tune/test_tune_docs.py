@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from frameworm.tune.knobs.base import GROUP, all_knobs
+from frameworm.tune.knobs.registry import GROUP, all_knobs
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "tune.md"
 
@@ -30,6 +30,6 @@ def test_the_knob_of_the_example_is_one() -> None:
     assert found is not None
     names: dict[str, object] = {}
     exec(found[1], names)
-    from frameworm.tune.knobs.base import Knob
+    from frameworm.tune.knobs import Knob
 
     assert isinstance(names["CACHE"], Knob)

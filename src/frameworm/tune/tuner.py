@@ -11,7 +11,8 @@ from frameworm.records.atomic import write_atomic
 from frameworm.report.tune.page import render_tune
 from frameworm.tune.best_config import render_best
 from frameworm.tune.facts import look_around
-from frameworm.tune.knobs.base import Knob, all_knobs
+from frameworm.tune.knobs.base import Knob
+from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.journal import SUMMARY_NAME, Journal
 from frameworm.tune.search.result import Tell, TuneResult
 from frameworm.tune.search.search import Search, search_name

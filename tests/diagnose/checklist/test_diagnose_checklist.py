@@ -285,7 +285,7 @@ def test_what_to_set_is_accepted_and_then_done() -> None:
 
 
 def test_knobs_findings_and_sources_exist() -> None:
-    from frameworm.tune.knobs.base import all_knobs
+    from frameworm.tune.knobs.registry import all_knobs
 
     knobs = {knob.name for knob in all_knobs()}
     for name, values, settings, _, _, more in CASES:

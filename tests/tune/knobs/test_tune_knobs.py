@@ -16,9 +16,11 @@ from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.tune.facts import workload_facts
-from frameworm.tune.knobs import base as knobs_module
-from frameworm.tune.knobs.base import GROUP, Candidate, Knob, all_knobs, register_knob
+from frameworm.tune.knobs import base
+from frameworm.tune.knobs import registry as knobs_module
+from frameworm.tune.knobs.base import Candidate, Knob, register_knob
 from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts, apply_changes, setting_of
+from frameworm.tune.knobs.registry import GROUP, all_knobs
 from frameworm.tune.trials.outcomes import rounding_unit, without_dropout
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -62,7 +64,7 @@ def config_of(**sections: Any) -> Config:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Knob]]:
     fresh: dict[str, Knob] = {}
-    monkeypatch.setattr(knobs_module, "_registered", fresh)
+    monkeypatch.setattr(base, "_registered", fresh)
     return fresh
 
 

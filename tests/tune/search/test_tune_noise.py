@@ -110,7 +110,7 @@ def windows(*values: float) -> TrialResult:
 
 
 def test_only_what_was_judged_in_noise_comes_up_again() -> None:
-    from frameworm.tune.knobs.base import all_knobs
+    from frameworm.tune.knobs.registry import all_knobs
 
     knobs = {knob.name: knob for knob in all_knobs()}
     noise = Noise()
@@ -123,7 +123,8 @@ def test_only_what_was_judged_in_noise_comes_up_again() -> None:
 
 
 def test_of_its_values_the_fastest_come_up_again() -> None:
-    from frameworm.tune.knobs.base import Candidate, all_knobs
+    from frameworm.tune.knobs.base import Candidate
+    from frameworm.tune.knobs.registry import all_knobs
     from frameworm.tune.search.result import Attempt
 
     knob = next(knob for knob in all_knobs() if knob.name == "micro_batch")

@@ -1,21 +1,13 @@
-"""Settings the tuner may change, each one declared object, and the way for others to add theirs.
-
-A plugin names its knobs under the entry point group `frameworm.knobs`: a `Knob`, or a function that returns one or
-several. A script calls `register_knob`.
-"""
+"""What a knob is: a setting the tuner may change, as one declared object, and the candidates it gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from frameworm.errors import EnvironmentSetupError
 from frameworm.guard.proof import Mathematics
 from frameworm.tune.knobs.context import Changes, Context, setting_of
-
-GROUP = "frameworm.knobs"
 
 # True, or why it does not apply.
 Applies = Callable[[Context], "bool | str"]
@@ -137,36 +129,9 @@ def register_knob(knob: Knob) -> None:
     _registered[knob.name] = knob
 
 
-def all_knobs() -> tuple[Knob, ...]:
-    """Frameworm's own knobs, those of plugins, and those registered here; a later one of the same name wins.
-
-    Raises:
-        EnvironmentSetupError: A plugin cannot be loaded, or gives something that is no knob.
-    """
-    from frameworm.tune.knobs.data import DATA_KNOBS
-    from frameworm.tune.knobs.device import DEVICE_KNOBS
-    from frameworm.tune.knobs.ranks import RANK_KNOBS
-
-    found = {knob.name: knob for knob in (*DEVICE_KNOBS, *DATA_KNOBS, *RANK_KNOBS)}
-    for plugin in entry_points(group=GROUP):
-        found.update((knob.name, knob) for knob in _knobs_of(plugin))
-    found.update(_registered)
-    return tuple(found.values())
-
-
-def _knobs_of(plugin: EntryPoint) -> Iterator[Knob]:
-    try:
-        given = plugin.load()
-        given = given() if callable(given) and not isinstance(given, Knob) else given
-        knobs = [given] if isinstance(given, Knob) else list(given)
-    except Exception as error:
-        raise EnvironmentSetupError(
-            f"knobs of plugin {plugin.name} ({plugin.value}) cannot be loaded: {error}; repair or uninstall it"
-        ) from error
-    for knob in knobs:
-        if not isinstance(knob, Knob):
-            raise EnvironmentSetupError(f"plugin {plugin.name} ({plugin.value}) gives {knob!r}, which is no Knob")
-        yield knob
+def registered_knobs() -> dict[str, Knob]:
+    """The knobs that `register_knob` was given, by name."""
+    return dict(_registered)
 
 
 def _written(value: Any) -> str:
