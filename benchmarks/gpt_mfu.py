@@ -50,8 +50,8 @@ from frameworm.config.load import load_config
 from frameworm.config.schema import Config, GPTModelConfig
 from frameworm.data.corpora.cache import open_store, write_store
 from frameworm.data.corpora.text import LanguageData, TokenBlocks
-from frameworm.engine import run as engine_run
 from frameworm.hardware.devices import peak_flops
+from frameworm.hardware.resolve import resolve_here
 from frameworm.models import workloads
 from frameworm.models.gpt import GPT
 
@@ -105,7 +105,7 @@ def write_tokens(folder: Path, blocks: int, context: int, vocabulary: int = VOCA
 
 def plain(gate: Gate, work: Work) -> dict[str, Any]:
     """The loop as one writes it."""
-    config = engine_run.resolve_here(work.config(), 1)
+    config = resolve_here(work.config(), 1)
     settings, training, device = config.model, config.training, gate.device
     assert isinstance(settings, GPTModelConfig)
     torch.set_float32_matmul_precision("high")

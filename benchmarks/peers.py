@@ -11,7 +11,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from frameworm.config.schema import Config
 from frameworm.data.corpora.text import TextDataset, load_text_classification
 from frameworm.data.samples.sampling import StepSampler
 from frameworm.engine import run as engine_run
-from frameworm.engine.trainer import Trainer
+from frameworm.engine.job import Ingredients, Job, build_job
+from frameworm.hardware.resolve import resolve_here
 from frameworm.models.text_classifier import TextClassifier
 from frameworm.models.workloads import Workload, build_workload
 
@@ -56,7 +57,7 @@ class Work:
 
     def plain(self) -> Config:
         """The plain config with `auto` decided."""
-        return engine_run.resolve_here(load_config(self.config, self.overrides), 1)
+        return resolve_here(load_config(self.config, self.overrides), 1)
 
 
 @dataclass(frozen=True)
@@ -364,17 +365,13 @@ def run_config(gate: Gate, folder: Path, config: Config, begin: Callable[[nn.Mod
     config = config.model_copy(deep=True)
     config.observe.progress = True
 
-    class GatedTrainer(Trainer):
-        def train(self, train_loader: Any, val_loader: Any = None, *arguments: Any, **more: Any) -> Any:
-            begin(self.model)
-            return super().train(train_loader, None, *arguments, **more)
+    def gated(settled: Config, given: Ingredients) -> Job:
+        begin(given.model)
+        job = build_job(settled, replace(given, val_loader=None))
+        job.train = GatedSource(gate, job.train)  # type: ignore[assignment]
+        return job
 
-        def _job(self, *arguments: Any) -> Any:
-            job = super()._job(*arguments)
-            job.train = GatedSource(gate, job.train)
-            return job
-
-    with mock.patch.object(engine_run, "Trainer", GatedTrainer):
+    with mock.patch.object(engine_run, "build_job", gated):
         record = engine_run.run(config, out=folder / "run")
     return {
         "settings": ", ".join(

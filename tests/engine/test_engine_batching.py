@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from frameworm.config.load import load_config_from_mapping
-from frameworm.engine.run import build_loader, resolve_here, run
+from frameworm.engine.run import run
 from frameworm.errors import TrainingInterruptedError
+from frameworm.hardware.resolve import resolve_here
+from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import build_workload
 from frameworm.records.events import Listener
 from frameworm.records.schema import StepRecord

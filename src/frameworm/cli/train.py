@@ -112,15 +112,15 @@ def _check_alone() -> None:
 
 
 def _device_count(config: Config) -> int:
-    from frameworm.engine.run import look_at_machine
+    from frameworm.hardware.resolve import look_at_machine
 
     return look_at_machine(config).device_count
 
 
 def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, max_restarts: int, *, resumes: bool) -> int:
     """Start this node's workers; the config is checked for that many processes first."""
-    from frameworm.engine.run import resolve_here
     from frameworm.hardware.host import usable_cpus
+    from frameworm.hardware.resolve import resolve_here
     from frameworm.launch.torchrun import launch_workers
 
     elastic = plan.min_nodes != plan.max_nodes

@@ -175,7 +175,7 @@ def parse_duration(text: str) -> float:
 
 
 def _processes_here(config: Config, distributed: bool, nproc_per_node: str | None) -> int:
-    from frameworm.engine.run import look_at_machine
+    from frameworm.hardware.resolve import look_at_machine
     from frameworm.launch.plan import plan_launch
 
     devices = look_at_machine(config).device_count if distributed else 0

@@ -1,24 +1,40 @@
-"""What a session is given: the live objects of a training beside the values of its config."""
+"""What a session is given: the live objects of a training beside the values of its config, and how they are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from frameworm.config.schema import Config
+from frameworm.data.adopt import adopt_loader
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
-from frameworm.engine.model.precision import Precision
+from frameworm.engine.model.precision import Precision, apply_backend_flags
+from frameworm.engine.model.processors import apply_processors
+from frameworm.engine.model.randomness import seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
-from frameworm.engine.run_output import RunOutput
+from frameworm.engine.run_output import RunOutput, open_output
+from frameworm.errors import DataError
+from frameworm.hardware.devices import choose_device
+from frameworm.launch.environment import ProcessInfo, detect
+from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
+from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import Batch
+
+log = logging.getLogger("frameworm")
+GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these talk to a process group, also with one process
 
 
 @dataclass
@@ -40,3 +56,168 @@ class Job:
     notes: list[str] = field(default_factory=list)
     advise: Advise | None = None  # settings that would fit, asked when memory has run out
     gate: Gate | None = None  # stands before every step
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole training; None where the data does not tell."""
+        training, per_epoch = self.config.training, self.train.steps_per_epoch
+        total = None if per_epoch is None else per_epoch * training.epochs
+        if training.max_steps is not None:
+            total = training.max_steps if total is None else min(total, training.max_steps)
+        return total
+
+
+@dataclass
+class Ingredients:
+    """What a caller brings to a training beside its config.
+
+    Attributes:
+        make_schedule: Makes the schedule from the total number of steps.
+        train_loader: Read once per epoch; split over the ranks where it is not yet.
+        run_dir: A folder, `auto` for runs/<name>-<time>, or None for none.
+        resume: A run to go on with, or `auto`.
+        advise: Finds settings that fit when memory runs out; None: no time is spent on that.
+        gate: Stands before every step.
+        seed: Seeds all generators; None: they stay as the caller has them.
+        sets_backend: Whether torch's own switches follow the config, or stay as the caller has them.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[..., Any] | None
+    make_schedule: Callable[[int | None], AnySchedule]
+    train_loader: Any
+    val_loader: Any = None
+    callbacks: Sequence[Listener] = ()
+    run_dir: str | Path | None = None
+    resume: str | Path | None = None
+    advise: Advise | None = None
+    gate: Gate | None = None
+    seed: int | None = None
+    sets_backend: bool = True
+
+
+def build_job(config: Config, given: Ingredients) -> Job:
+    """Join the process group, if there is one, and make what a session needs; nothing trains yet.
+
+    Args:
+        config: Checked, with every `auto` decided that the engine cannot decide itself.
+        given: The caller's objects.
+    """
+    process = join_group(config)
+    training, seed = config.training, config.seed
+    device = _choose_device(config, process)
+    apply_processors(training, process.local_rank, process.local_world_size)
+    if given.sets_backend:
+        _set_backend(config, device)
+    if given.seed is not None:
+        seed_everything(given.seed, process.rank)
+    precision = Precision(config.gpu.mixed_precision, device)
+    strategy = choose_strategy(
+        config.parallel,
+        device,
+        rank=process.rank,
+        world_size=process.world_size,
+        device_ids=config.gpu.device_ids,
+        dtype=precision.dtype,
+    )
+    strategy.check_optimizer(given.optimizer)
+    accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
+    loader, note = _adopt(given.train_loader, process, accumulation, seed, evaluation=False)
+    validation, val_note = None, None
+    if given.val_loader is not None:
+        validation, val_note = _adopt(given.val_loader, process, 1, seed, evaluation=True)
+        validation = CudaDataLoader(validation, device)
+    micro = getattr(loader, "batch_size", None)
+    global_batch = training.global_batch
+    if global_batch is None and micro is not None:
+        global_batch = micro * accumulation * process.world_size
+    show = config.observe.progress
+    return Job(
+        config=config,
+        model=given.model,
+        optimizer=given.optimizer,
+        make_schedule=given.make_schedule,
+        loss_fn=given.loss_fn,
+        strategy=strategy,
+        precision=precision,
+        batch=Batch(micro, accumulation, process.world_size, global_batch),
+        train=StepSource(
+            CudaDataLoader(loader, device),
+            accumulation=accumulation,
+            world_size=process.world_size,
+            sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
+            max_over_ranks=lambda value: all_reduce_max(value, device),
+        ),
+        validation=validation,
+        open_output=lambda: open_output(
+            config,
+            run_dir=given.run_dir,
+            resume=given.resume,
+            show_progress=sys.stderr.isatty() if show == "auto" else show,
+            rank=process.rank,
+            world_size=process.world_size,
+        ),
+        callbacks=given.callbacks,
+        notes=[text for text in (note, val_note) if text],
+        advise=given.advise,
+        gate=given.gate,
+    )
+
+
+def join_group(config: Config) -> ProcessInfo:
+    """Take part in the process group the environment describes, if there is one."""
+    timeout_s = config.parallel.timeout_s
+    if dist.is_initialized():
+        return setup_ddp(timeout_s=timeout_s)
+    process = detect()
+    if process.world_size > 1 or config.parallel.strategy in GROUP_STRATEGIES:
+        return setup_ddp(backend=backend_of(config), timeout_s=timeout_s)
+    return process
+
+
+def backend_of(config: Config) -> str:
+    """The backend to ask for; `auto` is decided by the device, which a config may have chosen."""
+    if config.parallel.backend == "auto" and config.gpu.device == "cpu":
+        return "gloo"
+    return config.parallel.backend
+
+
+def _choose_device(config: Config, process: ProcessInfo) -> torch.device:
+    gpu = config.gpu
+    device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _set_backend(config: Config, device: torch.device) -> None:
+    gpu = config.gpu
+    apply_backend_flags(
+        tf32=gpu.tf32, benchmark=gpu.benchmark, deterministic=gpu.deterministic, flash_attention=gpu.use_flash_attention
+    )
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(gpu.memory_fraction, device)
+
+
+def _adopt(
+    loader: Any, process: ProcessInfo, accumulation: int, seed: int, *, evaluation: bool
+) -> tuple[Any, str | None]:
+    """The loader as this rank should read it; what was done to it is said once."""
+    if isinstance(loader, Iterator):
+        raise DataError(
+            "the loader is an iterator, which can be read only once; give something that can be read in every epoch, "
+            "such as a DataLoader, a list, or a function that returns an iterator"
+        )
+    adopted, note = adopt_loader(
+        loader,
+        rank=process.rank,
+        world_size=process.world_size,
+        accumulation=accumulation,
+        seed=seed,
+        fill_empty=not evaluation,
+        local_world_size=process.local_world_size,
+    )
+    if note and process.rank == 0:
+        log.info("%s", note)
+    return adopted, note

@@ -38,46 +38,67 @@ class Limits:
     keep_best: CheckpointConfig | None = None
 
 
+@dataclass(frozen=True)
+class BeforeStep:
+    """Who is asked before every step.
+
+    Attributes:
+        agreement: Whether all ranks stop here.
+        prepare: Called with the number of the step.
+        gate: Where a step may have to wait.
+        timed_saves: Whether a checkpoint is due by the clock.
+    """
+
+    agreement: StopAgreement
+    prepare: Callable[[int], None] | None = None
+    gate: Gate | None = None
+    timed_saves: TimedSaves | None = None
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """Who is told about a step once it is measured."""
+
+    events: Events
+    ranks: RankWatch | None = None
+    bad_numbers: BadNumbers | None = None
+    spikes: SpikeWatch | None = None
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What the loop asks its session to do."""
+
+    save: Callable[..., None]
+    sum_over_ranks: Callable[[list[float]], list[float]]
+    validate: Callable[[], Evaluation] | None = None
+
+
 class TrainingLoop:
     """Runs the steps of a training and hands out what happened."""
 
     def __init__(
         self,
-        *,
         step: TrainStep | CapturedStep,
         source: StepSource,
         clock: StepClock,
-        events: Events,
-        agreement: StopAgreement,
         state: TrainingState,
         limits: Limits,
-        save: Callable[..., None],
-        validate: Callable[[], Evaluation] | None,
-        sum_over_ranks: Callable[[list[float]], list[float]],
-        ranks: RankWatch | None = None,
-        before_step: Callable[[int], None] | None = None,
-        gate: Gate | None = None,
-        bad_numbers: BadNumbers | None = None,
-        spikes: SpikeWatch | None = None,
-        timed: TimedSaves | None = None,
+        before: BeforeStep,
+        after: AfterStep,
+        requests: Requests,
     ) -> None:
         self._step = step
         self._source = source
         self._clock = clock
-        self._events = events
-        self._agreement = agreement
         self._state = state
         self.progress = state.progress
         self._limits = limits
-        self._save = save
-        self._validate = validate
-        self._sum_over_ranks = sum_over_ranks
-        self._ranks = ranks
-        self._before_step = before_step
-        self._gate = gate
-        self._bad_numbers = bad_numbers
-        self._spikes = spikes
-        self._timed = timed
+        self._before = before
+        self._events, self._ranks = after.events, after.ranks
+        self._bad_numbers, self._spikes = after.bad_numbers, after.spikes
+        self._save, self._validate = requests.save, requests.validate
+        self._sum_over_ranks = requests.sum_over_ranks
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -123,9 +144,11 @@ class TrainingLoop:
         """The rest of an epoch; the reason to stop, if somebody gave one."""
         progress, clock, ranks = self.progress, self._clock, self._ranks
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
-        stop_before, before_step, gate = self._agreement.stop_before, self._before_step, self._gate
+        before, spikes = self._before, self._spikes
+        stop_before, prepare = before.agreement.stop_before, before.prepare
+        gate, timed = before.gate, before.timed_saves
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
-        update, spikes, timed = self._step.update, self._spikes, self._timed
+        update = self._step.update
         group = update.optimizer.param_groups[0]
         length, copies = self._source.steps_per_epoch, self._source.copies
         if copies is not None:
@@ -133,8 +156,8 @@ class TrainingLoop:
         fresh = True
         while not self._out_of_steps():
             number = progress.step + 1
-            if before_step is not None:
-                before_step(number)
+            if prepare is not None:
+                prepare(number)
             reason = stop_before(number)
             if reason is not None:
                 return reason

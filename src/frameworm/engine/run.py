@@ -6,33 +6,31 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
-from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from frameworm.config.load import load_config
-from frameworm.config.resolve import resolve
 from frameworm.config.schema import Config
-from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.load import check_same_model, load_newest
 from frameworm.engine.export import Exported, export_compiled
 from frameworm.engine.faults.out_of_memory import Advise, planned_advice
 from frameworm.engine.gate import Gate
+from frameworm.engine.job import Ingredients, build_job
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.optim.schedule import AnySchedule, Schedule
+from frameworm.engine.session import run_job
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.loss import LossFunction
-from frameworm.engine.trainer import Trainer
 from frameworm.errors import CheckpointError, ConfigError, DataError
-from frameworm.hardware.devices import choose_device, supports_bf16
+from frameworm.hardware.devices import choose_device
+from frameworm.hardware.resolve import resolve_here
 from frameworm.launch.environment import detect, reported_by_launcher
 from frameworm.launch.process_group import setup_ddp
-from frameworm.models.workloads import Workload, build_workload
+from frameworm.models.loaders import build_loader
+from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
 from frameworm.parallel.shards import loaded
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
@@ -40,55 +38,6 @@ from frameworm.records.schema import RunRecord
 from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
-
-CAPTURED_WIDTHS = 16
-EAGER_WIDTHS = 64  # on a CPU new shapes cost little, and what is padded for less of them costs more
-
-
-class Machine(NamedTuple):
-    """What `resolve` needs to know about the machine."""
-
-    device: Literal["cpu", "cuda"]
-    bf16: bool
-    device_count: int
-
-
-class TokenisingNotice:
-    """Says that texts are being tokenised, and now and then how far that is; a cached data set says nothing."""
-
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        """Called by the data floor as it goes."""
-        now = monotonic()
-        if now >= self._next and done < total:
-            once = " (once: the result is cached)" if self._next == 0.0 else ""
-            log.info("tokenising: %d of %d%s", done, total, once)
-            self._next = now + self._every_s
-
-
-def look_at_machine(config: Config) -> Machine:
-    """The kind of device this config will run on here.
-
-    Raises:
-        DeviceError: The config asks for a GPU and there is none.
-    """
-    device = choose_device(config.gpu.device, 0, None)
-    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    return Machine(kind, supports_bf16(device), torch.cuda.device_count() if device.type == "cuda" else 0)
-
-
-def resolve_here(config: Config, world_size: int, *, resized: bool = False) -> Config:
-    """The config with every `auto` decided for this machine and that many processes.
-
-    Args:
-        resized: The run may go on with another number of processes than it began with; the global batch then stays,
-            and ranks take unequal shares if it does not divide.
-    """
-    machine = look_at_machine(config)
-    return resolve(config, world_size=world_size, device=machine.device, bf16=machine.bf16, allow_uneven=resized)
 
 
 def run(
@@ -109,7 +58,7 @@ def run(
     process = setup_ddp() if dist.is_initialized() else detect()
     # A launcher of ours has checked the batch already, as strictly as it is to be.
     config = resolve_here(config, process.world_size, resized=resume is not None or reported_by_launcher())
-    advise = functools.partial(planned_advice, config, process.world_size, look_at_machine(config).device)
+    advise = functools.partial(planned_advice, config, process.world_size)
     workload = build_workload(config, TokenisingNotice())
     return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise)
 
@@ -136,56 +85,25 @@ def train_workload(
     def make_schedule(total_steps: int | None) -> AnySchedule:
         return Schedule(optimizer, training.schedule, total_steps, training.warmup)
 
-    trainer = Trainer(
+    loader = build_loader(config, workload, workload.train_data, evaluation=False)
+    validation = None
+    if workload.val_data is not None:
+        validation = build_loader(config, workload, workload.val_data, evaluation=True)
+    given = Ingredients(
         workload.model,
         optimizer,
         workload.loss_fn,
         make_schedule,
-        config=config,
-        callbacks=callbacks,
+        loader,
+        validation,
+        callbacks=list(callbacks),
         run_dir=out,
-    )
-    trainer.advise = advise
-    trainer.gate = gate
-    return trainer.train(
-        build_loader(config, workload, workload.train_data, evaluation=False),
-        None if workload.val_data is None else build_loader(config, workload, workload.val_data, evaluation=True),
         resume=resume,
-    )
-
-
-def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: bool) -> Any:
-    """The loader of a resolved config over a workload's training or validation data."""
-    settings, training = config.data, config.training
-    assert isinstance(training.micro_batch, int)
-    assert isinstance(settings.eval_batch, int)
-    return OptimizedDataLoader.create(
-        data,
-        settings.eval_batch if evaluation else training.micro_batch,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-        prefetch_factor=settings.prefetch_factor,
-        persistent_workers=settings.persistent_workers,
-        drop_last=settings.drop_last and not evaluation,
-        shuffle=settings.shuffle and not evaluation,
+        advise=advise,
+        gate=gate,
         seed=config.seed,
-        global_batch=None if evaluation else training.global_batch,
-        collate_fn=workload.collate_fn,
-        batching="padded" if evaluation else settings.batching,
-        balance=False if evaluation else settings.balance,
-        resident=False if evaluation else settings.resident,
-        epochs=training.epochs,
-        on_error=settings.on_error,
-        most_widths=None if evaluation else _most_widths(config),
     )
-
-
-def _most_widths(config: Config) -> int | None:
-    """How many widths batches may have: a graph is captured for each, and a compiler sees each as something new."""
-    gpu = config.gpu
-    if config.data.batching == "bucketed":
-        return EAGER_WIDTHS if gpu.device == "cpu" and not gpu.compile_model else None
-    return None if gpu.capture == "off" else CAPTURED_WIDTHS
+    return run_job(build_job(config, given))
 
 
 def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -> None:

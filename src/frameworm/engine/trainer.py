@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from frameworm.config.checks import check_sharding
 from frameworm.config.schema import Config
-from frameworm.data.adopt import adopt_loader
-from frameworm.data.prefetch import CudaDataLoader
-from frameworm.data.steps import StepSource
-from frameworm.engine.faults.out_of_memory import Advise
-from frameworm.engine.gate import Gate
-from frameworm.engine.job import Job
+from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
-from frameworm.engine.model.precision import Precision, apply_backend_flags
-from frameworm.engine.model.processors import apply_processors, host_layers, quick_turns
-from frameworm.engine.model.randomness import seed_everything
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
-from frameworm.engine.run_output import open_output
-from frameworm.engine.session import TrainingSession
+from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings
-from frameworm.errors import DataError, StateError
-from frameworm.hardware.devices import choose_device
-from frameworm.launch.environment import ProcessInfo, detect
-from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, cleanup, setup_ddp
-from frameworm.parallel.choose import choose_strategy
+from frameworm.errors import StateError
+from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
-from frameworm.records.schema import Batch, RunRecord
-
-log = logging.getLogger("frameworm")
-GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these talk to a process group, also with one process
+from frameworm.records.schema import RunRecord
 
 
 class Trainer:
@@ -87,10 +69,6 @@ class Trainer:
         self._callbacks = list(callbacks)
         self._run_dir = run_dir
         self._began = False
-        # How to find settings that fit when memory runs out; set by whoever has built all of this from a config.
-        self.advise: Advise | None = None
-        # Stands before every step; set by whoever measures a run from outside.
-        self.gate: Gate | None = None
 
     @property
     def config(self) -> Config:
@@ -149,82 +127,21 @@ class Trainer:
         if epochs is not None:
             self._config = apply_settings(self._config, {"epochs": epochs})
         self._began = True
-        process = self._join()
-        job = self._job(process, train_loader, val_loader, resume)
-        with host_layers(self.model, self._config.training), quick_turns():
-            return TrainingSession(job).run()
-
-    def _job(self, process: ProcessInfo, train_loader: Any, val_loader: Any, resume: str | Path | None) -> Job:
-        config = self._config
-        check_sharding(config)
-        gpu, training = config.gpu, config.training
-        rank, world_size = process.rank, process.world_size
-        device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        apply_processors(training, process.local_rank, process.local_world_size)
-        if self._sets_backend:
-            apply_backend_flags(
-                tf32=gpu.tf32,
-                benchmark=gpu.benchmark,
-                deterministic=gpu.deterministic,
-                flash_attention=gpu.use_flash_attention,
-            )
-            if device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(gpu.memory_fraction, device)
-        if self._seed is not None:
-            seed_everything(self._seed, rank)
-        precision = Precision(gpu.mixed_precision, device)
-        strategy = choose_strategy(
-            config.parallel,
-            device,
-            rank=rank,
-            world_size=world_size,
-            device_ids=gpu.device_ids,
-            dtype=precision.dtype,
-        )
-        strategy.check_optimizer(self.optimizer)
-        accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
-        loader, note = _adopt(train_loader, process, accumulation, config.seed, evaluation=False)
-        validation, val_note = None, None
-        if val_loader is not None:
-            validation, val_note = _adopt(val_loader, process, 1, config.seed, evaluation=True)
-            validation = CudaDataLoader(validation, device)
-        micro = getattr(loader, "batch_size", None)
-        global_batch = training.global_batch
-        if global_batch is None and micro is not None:
-            global_batch = micro * accumulation * world_size
-        show = config.observe.progress
-        return Job(
-            config=config,
-            model=self.model,
-            optimizer=self.optimizer,
-            make_schedule=self._make_schedule,
-            loss_fn=self._loss_fn,
-            strategy=strategy,
-            precision=precision,
-            batch=Batch(micro, accumulation, world_size, global_batch),
-            train=StepSource(
-                CudaDataLoader(loader, device),
-                accumulation=accumulation,
-                world_size=world_size,
-                sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
-                max_over_ranks=lambda value: all_reduce_max(value, device),
-            ),
-            validation=validation,
-            open_output=lambda: open_output(
-                config,
-                run_dir=self._run_dir,
-                resume=resume,
-                show_progress=sys.stderr.isatty() if show == "auto" else show,
-                rank=rank,
-                world_size=world_size,
-            ),
+        check_sharding(self._config)
+        given = Ingredients(
+            self.model,
+            self.optimizer,
+            self._loss_fn,
+            self._make_schedule,
+            train_loader,
+            val_loader,
             callbacks=self._callbacks,
-            notes=[text for text in (note, val_note) if text],
-            advise=self.advise,
-            gate=self.gate,
+            run_dir=self._run_dir,
+            resume=resume,
+            seed=self._seed,
+            sets_backend=self._sets_backend,
         )
+        return run_job(build_job(self._config, given))
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler = self._scheduler
@@ -237,20 +154,6 @@ class Trainer:
             made: AnySchedule = scheduler(total_steps)
             return made
         return TorchSchedule(scheduler)
-
-    def _join(self) -> ProcessInfo:
-        """Take part in the process group the environment describes, if there is one."""
-        if dist.is_initialized():
-            return setup_ddp(timeout_s=self._config.parallel.timeout_s)
-        process = detect()
-        if process.world_size > 1 or self._config.parallel.strategy in GROUP_STRATEGIES:
-            return setup_ddp(backend=self._backend(), timeout_s=self._config.parallel.timeout_s)
-        return process
-
-    def _backend(self) -> str:
-        if self._config.parallel.backend == "auto" and self._config.gpu.device == "cpu":
-            return "gloo"
-        return self._config.parallel.backend
 
     def _device_kind(self) -> str:
         kind = self._config.gpu.device
@@ -311,27 +214,4 @@ class DDPTrainer(DistributedTrainer):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, **more: Any
     ) -> None:
         super().__init__(model, optimizer, strategy="ddp", **more)
-        setup_ddp(rank, world_size, backend=self._backend(), timeout_s=self._config.parallel.timeout_s)
-
-
-def _adopt(
-    loader: Any, process: ProcessInfo, accumulation: int, seed: int, *, evaluation: bool
-) -> tuple[Any, str | None]:
-    """The loader as this rank should read it; what was done to it is said once."""
-    if isinstance(loader, Iterator):
-        raise DataError(
-            "the loader is an iterator, which can be read only once; give something that can be read in every epoch, "
-            "such as a DataLoader, a list, or a function that returns an iterator"
-        )
-    adopted, note = adopt_loader(
-        loader,
-        rank=process.rank,
-        world_size=process.world_size,
-        accumulation=accumulation,
-        seed=seed,
-        fill_empty=not evaluation,
-        local_world_size=process.local_world_size,
-    )
-    if note and process.rank == 0:
-        log.info("%s", note)
-    return adopted, note
+        setup_ddp(rank, world_size, backend=backend_of(self._config), timeout_s=self._config.parallel.timeout_s)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from frameworm.errors import CheckpointError, ConfigError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
 
+log = logging.getLogger("frameworm")
 VOCABULARY_MULTIPLE = 64  # rows of GPT's head: matrix units work in such steps
 _EXPECTED = (
     "a Workload(model, train_data, val_data, loss_fn, collate_fn) or a tuple (model, train_data, val_data[, loss_fn])"
@@ -42,6 +45,22 @@ class Workload:
     val_data: Any = None
     loss_fn: Callable[..., Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+class TokenisingNotice:
+    """Says that texts are being tokenised, and now and then how far that is; a cached data set says nothing."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Called by the data floor as it goes."""
+        now = monotonic()
+        if now >= self._next and done < total:
+            once = " (once: the result is cached)" if self._next == 0.0 else ""
+            log.info("tokenising: %d of %d%s", done, total, once)
+            self._next = now + self._every_s
 
 
 def build_workload(config: Config, progress: Progress | None = None, *, weights_seed: int | None = None) -> Workload:

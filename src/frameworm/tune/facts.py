@@ -17,11 +17,11 @@ from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.engine.model.activations import find_layers
-from frameworm.engine.run import TokenisingNotice, look_at_machine, resolve_here
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
-from frameworm.models.workloads import Workload, build_workload
+from frameworm.hardware.resolve import look_at_machine, resolve_here
+from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
 from frameworm.tune.knobs.context import Context, MachineFacts, Planner, WorkloadFacts
 from frameworm.tune.processes.batch_data import sample_count
 

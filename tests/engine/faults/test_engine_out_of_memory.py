@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from frameworm.data.steps import StepBatch
 from frameworm.engine.faults import out_of_memory
 from frameworm.engine.faults.out_of_memory import memory_that_ran_out
 from frameworm.engine.faults.split_on_oom import CannotDivideError, divide
+from frameworm.engine.job import Ingredients
 from frameworm.errors import OutOfMemoryError, TrainingFailedError
 
 PLANTED = "CUDA out of memory. Tried to allocate 2.00 GiB.\nsecond line"
@@ -87,8 +89,8 @@ def test_explaining_never_fails_a_second_time(monkeypatch: pytest.MonkeyPatch) -
     for name in ("held_by", "general_advice", "place_of"):
         monkeypatch.setattr(out_of_memory, name, broken)
     model = Small(mlp(), most=3)
+    monkeypatch.setattr("frameworm.engine.trainer.Ingredients", partial(Ingredients, advise=broken))
     trainer = Trainer(model, make_optimizer("sgd", model), run_dir=None, device="cpu")
-    trainer.advise = broken
     with pytest.raises(OutOfMemoryError, match="rank 0 ran out of GPU memory in step 1: CUDA out of memory"):
         trainer.train(DataLoader(classification(8), 4))
 
@@ -96,8 +98,9 @@ def test_explaining_never_fails_a_second_time(monkeypatch: pytest.MonkeyPatch) -
 def test_advice_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "ADVICE_WITHIN_S", 0.1)
     model = Small(mlp(), most=3)
+    late = partial(Ingredients, advise=lambda phase: time.sleep(20) or ["late"])  # type: ignore[func-returns-value]
+    monkeypatch.setattr("frameworm.engine.trainer.Ingredients", late)
     trainer = Trainer(model, make_optimizer("sgd", model), run_dir=None, device="cpu")
-    trainer.advise = lambda phase: time.sleep(20) or ["late"]  # type: ignore[func-returns-value]
     begin = time.monotonic()
     with pytest.raises(OutOfMemoryError, match="not planned"):
         trainer.train(DataLoader(classification(8), 4))

@@ -245,7 +245,7 @@ class Lengths(torch.utils.data.Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_the_longest_samples_come_first_and_last(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from frameworm.engine.run import resolve_here
+    from frameworm.hardware.resolve import resolve_here
     from frameworm.models.workloads import Workload
 
     dataset = Lengths(told)

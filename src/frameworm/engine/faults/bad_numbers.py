@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from frameworm.engine.job import Job
 from frameworm.engine.optim.update import Update
 from frameworm.errors import BadNumbersError, RunFolderError
 from frameworm.launch.stores import Store
@@ -152,21 +151,6 @@ class BadNumbers:
                         found[rank] = self._store.get(f"bad-{rank}") == b"1"
                 time.sleep(0.02)
         return sorted(rank for rank, was_bad in found.items() if was_bad)
-
-
-def make_bad_numbers(job: Job, update: Update, store: Store | None, folder: Path | None) -> BadNumbers:
-    """The watch over a job's numbers."""
-    return BadNumbers(
-        job.config.training.max_bad_steps,
-        update,
-        job.model,
-        job.train.sample_ids,
-        rank=job.strategy.rank,
-        world_size=job.strategy.world_size,
-        store=store,
-        folder=folder,
-        scaled=job.precision.scaler is not None,
-    )
 
 
 def _listed(items: list[Any]) -> str:

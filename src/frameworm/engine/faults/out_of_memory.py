@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.memory.holdings import held_by, mebibytes
+from frameworm.engine.memory.planner import MemoryPlanner, detect_memory
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step.evaluation import evaluate
@@ -205,14 +206,10 @@ class Explainer:
         return advice
 
 
-def planned_advice(config: Config, world_size: int, device: Literal["cpu", "cuda"], phase: str | None) -> list[str]:
+def planned_advice(config: Config, world_size: int, phase: str | None) -> list[str]:
     """The cheapest settings that fit a resolved config's own device, with what they need and cost."""
-    from frameworm.engine.memory.planner import MemoryPlanner, detect_memory
-
     if phase == VALIDATION and isinstance(config.data.eval_batch, int) and config.data.eval_batch > 1:
         return [f"batches of half the size in validation (--set data.eval_batch={config.data.eval_batch // 2})"]
-    config = config.model_copy(deep=True)
-    config.gpu.device = device
     planner = MemoryPlanner(config, world_size, validation=False)
     plan = planner.plan()
     memory_bytes = detect_memory(planner.device)[0]

@@ -158,8 +158,8 @@ def make_halving(
         note = "memory.on_oom: halve_micro_batch cannot change a captured step: the run stops when memory runs out"
         log.warning("%s (gpu.capture: off goes on)", note)
         return None, note
-    step.halving = Halving(state.strategy, batch, state.progress)
-    return step.halving, None
+    step.halving = halving = Halving(state.strategy, batch, state.progress)
+    return halving, None
 
 
 def divide(batch: StepBatch, pieces: int) -> StepBatch:

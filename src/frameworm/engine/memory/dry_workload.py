@@ -17,8 +17,8 @@ from frameworm.data.corpora.generated import CLASS_NAMES
 from frameworm.data.corpora.readers import AG_NEWS_CLASSES, IMDB_CLASSES
 from frameworm.data.corpora.tokenizer import ByteTokenizer
 from frameworm.data.steps import close_loader
-from frameworm.engine.run import build_loader
 from frameworm.errors import DataError
+from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import VOCABULARY_MULTIPLE, build_workload, make_gpt, make_text_classifier
 
 _CLASSES = {"ag_news": len(AG_NEWS_CLASSES), "imdb": len(IMDB_CLASSES), "generated": len(CLASS_NAMES)}

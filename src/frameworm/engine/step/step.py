@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from frameworm.errors import ModelError
 from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
 
-if TYPE_CHECKING:
-    from frameworm.engine.faults.split_on_oom import Halving
-
 
 class StepResult:
     """What a step leaves behind; the tensors are on the device."""
@@ -36,6 +33,13 @@ class StepResult:
         self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
         self.count = count
         self.counts_samples = counts_samples
+
+
+class GradientMethod(Protocol):
+    """Another way to compute the gradients of a step, such as in pieces that fit into memory."""
+
+    def gradients(self, step: TrainStep, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
+        """As `TrainStep.gradients`."""
 
 
 class TrainStep:
@@ -63,7 +67,7 @@ class TrainStep:
         self._mark: Callable[[str], None] = clock.mark
         self._first = True
         self._after_step = strategy.after_step if strategy.acts_after_steps else None
-        self.halving: Halving | None = None
+        self.halving: GradientMethod | None = None
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""

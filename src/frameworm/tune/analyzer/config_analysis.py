@@ -10,12 +10,14 @@ from frameworm.config.schema import Config
 from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.engine.model.randomness import random_state, restore_random_state
 from frameworm.engine.optim.optimizers import build_optimizer
-from frameworm.engine.run import TokenisingNotice, build_loader, resolve_here, run
+from frameworm.engine.run import run
 from frameworm.errors import FramewormError
 from frameworm.hardware.devices import choose_device
+from frameworm.hardware.resolve import resolve_here
 from frameworm.launch.environment import detect
 from frameworm.launch.process_group import is_distributed, setup_ddp
-from frameworm.models.workloads import build_workload
+from frameworm.models.loaders import build_loader
+from frameworm.models.workloads import TokenisingNotice, build_workload
 from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord

@@ -15,8 +15,8 @@ from time import monotonic
 import psutil
 
 from frameworm.config.schema import Config
-from frameworm.engine.run import resolve_here
 from frameworm.errors import ConfigError, TrainingFailedError
+from frameworm.hardware.resolve import resolve_here
 from frameworm.scaling.batch_search import (
     BatchSearch,
     BatchSizeReport,

@@ -24,10 +24,11 @@ import torch
 
 from frameworm.config.schema import Config
 from frameworm.engine.memory.planner import MemoryPlanner
-from frameworm.engine.run import resolve_here, train_workload
+from frameworm.engine.run import train_workload
 from frameworm.errors import MemoryLimitError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import address_space_bytes, memory_limit_bytes, usable_cpus
+from frameworm.hardware.resolve import resolve_here
 from frameworm.launch.environment import added_to_environment, worker_environment
 from frameworm.launch.failures import is_consequence
 from frameworm.launch.parent import call_after_parent

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from frameworm.config.load import dump_config, load_config_from_mapping
-from frameworm.engine.run import look_at_machine, resolve_here
 from frameworm.errors import DeviceError, MissingPackageError, RunFolderError
 from frameworm.hardware.host import usable_cpus
+from frameworm.hardware.resolve import look_at_machine, resolve_here
 from frameworm.launch.allocation import Allocation
 from frameworm.records.atomic import write_atomic
 from frameworm.records.store import RunFolder

@@ -21,10 +21,12 @@ from frameworm.config.schema import Config
 from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage
-from frameworm.engine.run import build_loader, resolve_here, train_workload
+from frameworm.engine.run import train_workload
 from frameworm.errors import ConfigError, DeviceError, MissingPackageError
+from frameworm.hardware.resolve import resolve_here
 from frameworm.launch.environment import added_to_environment
 from frameworm.launch.process_group import cleanup
+from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import build_workload
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord

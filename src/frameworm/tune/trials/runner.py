@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 from frameworm.config.schema import Config
-from frameworm.engine.run import look_at_machine
 from frameworm.guard.drift import push_of
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
+from frameworm.hardware.resolve import look_at_machine
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.longer import train_both
 from frameworm.tune.trials.outcomes import (

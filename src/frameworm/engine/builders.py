@@ -1,0 +1,240 @@
+"""The parts of a session, each put together by one function: model, step, output, and what protects a run.
+
+They are called in this order: the model is placed before its step is made, and a folder is opened only once everything
+before it was accepted, so that a refused job leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from frameworm.engine.checkpoint.progress import Progress
+from frameworm.engine.checkpoint.store import CheckpointStore, make_store
+from frameworm.engine.checkpoint.training_state import TrainingState
+from frameworm.engine.faults.bad_numbers import BadNumbers
+from frameworm.engine.faults.out_of_memory import Explainer
+from frameworm.engine.faults.spikes import SpikeWatch, make_spikes
+from frameworm.engine.faults.split_on_oom import Halving, make_halving
+from frameworm.engine.faults.watchdog import make_watchdog
+from frameworm.engine.job import Job
+from frameworm.engine.memory.guard import MemoryGuard, make_guard
+from frameworm.engine.model.activations import apply_checkpointing
+from frameworm.engine.model.compilation import Compiler
+from frameworm.engine.model.precision import wants_channels_last
+from frameworm.engine.optim.half_weights import HalfWeights
+from frameworm.engine.optim.update import Update
+from frameworm.engine.run_output import RunOutput
+from frameworm.engine.step.capture import CapturedStep, make_recorder
+from frameworm.engine.step.graphs import GraphRecorder
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.step import TrainStep
+from frameworm.engine.summary import Tally, count_parameters, describe_device
+from frameworm.hardware.fingerprint import environment_fingerprint
+from frameworm.launch.process_group import all_reduce_sums, is_distributed, setup_ddp, shared_store
+from frameworm.launch.reports import RankReports
+from frameworm.launch.stopping import StopAgreement, StopRequest
+from frameworm.observe.clocks.communication import recorded
+from frameworm.observe.clocks.device_clock import make_clock
+from frameworm.observe.clocks.gradient_times import GradientWatch, unseen_because
+from frameworm.observe.clocks.phases import StepClock
+from frameworm.observe.clocks.ranks import RankWatch
+from frameworm.observe.clocks.windows import Windows
+from frameworm.observe.system.sampler import NoSampler, SystemSampler, make_sampler
+from frameworm.records.events import Events
+from frameworm.records.schema import RunRecord
+
+_session_numbers = itertools.count()
+
+
+@dataclass
+class PreparedModel:
+    """A model where it trains: placed, laid out, sharded, compiled.
+
+    Attributes:
+        wrapped: What the step calls; the model itself, or the strategy's wrapper around it.
+        recorder: Records steps as graphs; None: steps run eagerly.
+    """
+
+    wrapped: nn.Module
+    compiler: Compiler
+    recorder: GraphRecorder | None
+    capture_note: str | None
+
+
+def prepare_model(job: Job) -> PreparedModel:
+    """Bring a job's model and optimizer to where and how they train; both may be replaced or changed in place."""
+    config, strategy = job.config, job.strategy
+    apply_checkpointing(job.model, config.memory)
+    wrapped = strategy.place(job.model)
+    strategy.scale_losses_by(job.precision.loss_scale)
+    recorder, note = make_recorder(config.gpu.capture, strategy)
+    layout = False if strategy.shards_parameters else config.gpu.channels_last
+    if wants_channels_last(layout, job.model, job.precision, strategy.device):
+        job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    job.optimizer = strategy.shard_optimizer(job.optimizer)
+    compiler = Compiler(config.gpu, captured=recorder is not None)
+    compiler.apply(job.model)
+    return PreparedModel(wrapped, compiler, recorder, note)
+
+
+@dataclass
+class StepParts:
+    """The step of a training, its state, and the clocks that measure it."""
+
+    step: TrainStep | CapturedStep
+    update: Update
+    loss_function: LossFunction
+    state: TrainingState
+    clock: StepClock
+    windows: Windows
+    ranks: RankWatch | None
+    gradients: GradientWatch
+    halving: Halving | None
+    halving_note: str | None
+
+
+def build_step(job: Job, prepared: PreparedModel) -> StepParts:
+    """Make the step, eager or captured, with its update, schedule and clocks."""
+    config, strategy, recorder = job.config, job.strategy, prepared.recorder
+    total_steps = job.total_steps
+    schedule = job.make_schedule(total_steps)
+    loss_function = LossFunction(job.model, job.loss_fn)
+    update = Update(
+        job.model.parameters(),
+        job.optimizer,
+        schedule,
+        job.precision,
+        config.training.clip_norm,
+        strategy=strategy,
+        check=config.training.max_bad_steps is not None,
+    )
+    windows = Windows(config.observe, strategy.device, strategy.rank, total_steps)
+    # Somebody else's listener may count on hearing of a step before the next one begins.
+    clock = windows.around(make_clock(strategy.device, at_once=bool(job.callbacks)))
+    ranks: RankWatch | None = None
+    if strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
+        ranks = RankWatch(strategy.rank, strategy.world_size, strategy.device, clock.max_steps_ahead - 1)
+    step: TrainStep | CapturedStep
+    step = eager = TrainStep(job.model, prepared.wrapped, loss_function, update, strategy, job.precision, clock)
+    if recorder is not None:
+        update.halves = HalfWeights.of(job.model, job.precision.dtype)
+    unseen = unseen_because(recorder is not None, strategy.world_size, strategy.shards_parameters)
+    gradients = GradientWatch(job.model, strategy.device, eager.marking, clock.mark, unseen)
+    if recorder is not None:
+        step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
+    state = TrainingState(job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed)
+    halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
+    return StepParts(step, update, loss_function, state, clock, windows, ranks, gradients, halving, note)
+
+
+@dataclass
+class Output:
+    """Where a run is written, who listens to it, and the number that tells its messages from other sessions'."""
+
+    run: RunOutput
+    tally: Tally
+    events: Events
+    sampler: SystemSampler | NoSampler
+    store: CheckpointStore | None
+    number: int
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder, if there is one."""
+        return None if self.run.folder is None else self.run.folder.path
+
+
+def open_run(job: Job, parts: StepParts) -> Output:
+    """Open the run folder with its writers, the listeners, the sampler and the store of checkpoints."""
+    config, strategy = job.config, job.strategy
+    tally = Tally()
+    output = job.open_output()
+    try:
+        listeners = output.listeners(strategy.rank, job.total_steps)
+    except BaseException:
+        output.abandon()
+        raise
+    events = Events([tally, *listeners, *job.callbacks])
+    sampler = make_sampler(
+        config.observe.system_interval_s,
+        strategy.device,
+        output.system_path(strategy.rank),
+        whole_machine=not is_distributed() or setup_ddp().local_rank == 0,
+        steps_done=lambda: parts.state.progress.step,
+    )
+    folder = output.folder
+    parts.windows.write_to(None if folder is None else folder.path)
+    number = next(_session_numbers)
+    reports = RankReports(shared_store(f"checkpoints{number}"), strategy.rank, strategy.world_size)
+    store = None
+    if folder is not None:
+        store = make_store(folder.checkpoints, config.checkpoint, reports, strategy.device)
+    return Output(output, tally, events, sampler, store, number)
+
+
+@dataclass
+class Protection:
+    """What stops a run in time, and what explains why it failed."""
+
+    request: StopRequest
+    agreement: StopAgreement
+    watchdog: contextlib.AbstractContextManager[object]
+    spikes: SpikeWatch | None
+    guard: MemoryGuard
+    explainer: Explainer
+    bad_numbers: BadNumbers
+
+
+def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
+    """Make everything that watches over a run."""
+    config, strategy, state, number = job.config, job.strategy, parts.state, output.number
+    rank, world_size = strategy.rank, strategy.world_size
+    request = StopRequest()
+    store = shared_store(f"session{number}")
+    agreement = StopAgreement(request, store, rank, world_size, lookahead=parts.clock.max_steps_ahead + 1)
+    bad_numbers = BadNumbers(
+        config.training.max_bad_steps,
+        parts.update,
+        job.model,
+        job.train.sample_ids,
+        rank=rank,
+        world_size=world_size,
+        store=shared_store(f"bad{number}"),
+        folder=output.path,
+        scaled=job.precision.scaler is not None,
+    )
+    return Protection(
+        request,
+        agreement,
+        make_watchdog(config.parallel.watchdog_s, shared_store(f"watchdog{number}"), state, output.path),
+        make_spikes(
+            config.training.on_spike, lambda values: all_reduce_sums(values, strategy.device), state, output.store
+        ),
+        make_guard(config, strategy, request, job.model, job.optimizer),
+        Explainer(state, config, job.batch, job.advise, store),
+        bad_numbers,
+    )
+
+
+def begin_record(job: Job, folder: Path | None) -> RunRecord:
+    """The record of a run that has not begun; `failed` until it ends otherwise."""
+    device, precision = job.strategy.device, job.precision.name
+    return RunRecord(
+        name=job.config.name,
+        status="failed",
+        environment=environment_fingerprint(device),
+        batch=job.batch,
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        device=describe_device(device),
+        strategy=job.strategy.name,
+        precision={"off": "fp32"}.get(precision, precision),
+        parameters=count_parameters(job.model),
+        run_dir=None if folder is None else str(folder),
+    )
