@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,11 @@ FRONT_DOORS = {"__init__", "__main__", "distributed", "pytest_plugin"}
 WITHOUT_TORCH = {"errors", "config", "records", "diagnose", "scaling", "guard", "report"}
 READS_ENVIRONMENT = {"launch/environment.py", "config/load.py"}
 MOST_LINES = 500
+MOST_MODULES = 22
+SPLINTER_LINES = 40
 
 MODULES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES} - {SOURCE})
 
 
 def _name(path: Path) -> str:
@@ -46,27 +51,66 @@ def _floor(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
-def _imports(path: Path, *, at_top: bool = False) -> set[str]:
-    """Modules a file imports; `at_top` leaves out those inside functions and for type checkers."""
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    """Everything a file imports, wherever it says so: at its top, inside functions or for type checkers only."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{_name(path)}, line {node.lineno}: imports name their modules in full"
+            assert not node.level, f"{_name(path)}, line {node.lineno}: imports name their modules in full"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
-    def visit(node: ast.AST, inside: bool) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and at_top:
-            return
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inside = True
-        if not (at_top and inside):
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module)
-                found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child, inside)
 
-    visit(tree, False)
-    return found
+@functools.cache
+def _graph() -> dict[str, frozenset[str]]:
+    """Modules and the modules they import."""
+    names = {_name(path): path for path in MODULES}
+    return {
+        name: frozenset(item for item in _imports(path) if item in names and item not in (name, "frameworm"))
+        for name, path in names.items()
+    }
+
+
+def _rooms() -> dict[str, set[str]]:
+    """Folders and the folders that their modules import from."""
+    packages = {_name(path / "__init__.py") for path in FOLDERS}
+
+    def room(module: str) -> str:
+        return module if module in packages else module.rpartition(".")[0]
+
+    found: dict[str, set[str]] = {}
+    for module, imported in _graph().items():
+        if module.count(".") > 1 or module in packages:
+            found.setdefault(room(module), set()).update(room(item) for item in imported)
+    return {name: {item for item in others if item in found and item != name} for name, others in found.items()}
+
+
+def _circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """A circle in a graph, or nothing."""
+    done: set[str] = set()
+
+    def walk(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for following in sorted(graph[name]):
+            found = walk(following, [*trail, name])
+            if found:
+                return found
+        done.add(name)
+        return []
+
+    for name in graph:
+        found = walk(name, [])
+        if found:
+            return found
+    return []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
@@ -90,6 +134,29 @@ def test_modules_have_one_job(path: Path) -> None:
     assert path.name != "utils.py"
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: _name(path / "__init__.py"))
+def test_rooms_are_small_and_say_what_they_are_for(folder: Path) -> None:
+    modules = list(folder.glob("*.py"))
+    assert len(modules) <= MOST_MODULES, f"{folder.name} has {len(modules)} modules: make rooms inside it"
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert 3 <= len(lines) <= 8, f"{folder.name}/__init__.py says in {len(lines)} lines what the room is for"
+
+
+def test_no_module_is_a_splinter_of_its_only_neighbour() -> None:
+    users: dict[str, set[str]] = {}
+    for module, imported in _graph().items():
+        for item in imported:
+            users.setdefault(item, set()).add(module)
+    for path in MODULES:
+        name = _name(path)
+        if path.name == "__init__.py" or len(path.read_text().splitlines()) >= SPLINTER_LINES:
+            continue
+        only = users.get(name, set())
+        alone = len(only) == 1 and next(iter(only)).rpartition(".")[0] == name.rpartition(".")[0]
+        assert not alone, f"{name} is short and serves {only} alone: join them"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_low_floors_need_no_torch(path: Path) -> None:
     if _floor(path) in WITHOUT_TORCH:
@@ -108,21 +175,15 @@ def test_environment_is_read_in_two_places(path: Path) -> None:
             assert not {alias.name for alias in node.names} & {"environ", "getenv"}, _name(path)
 
 
-def test_no_import_cycles() -> None:
-    names = {_name(path): path for path in MODULES}
-    graph = {name: {item for item in _imports(path, at_top=True) if item in names} for name, path in names.items()}
-    done: set[str] = set()
+def test_no_circles_between_modules() -> None:
+    circle = _circle(_graph())
+    assert not circle, " -> ".join(circle)
 
-    def walk(name: str, trail: list[str]) -> None:
-        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
-        if name in done:
-            return
-        for following in graph[name] - {"frameworm"}:
-            walk(following, [*trail, name])
-        done.add(name)
 
-    for name in graph:
-        walk(name, [])
+def test_no_circles_between_rooms() -> None:
+    """So a room never imports from the folder it lies in, which may import from its rooms."""
+    circle = _circle(_rooms())
+    assert not circle, " -> ".join(circle)
 
 
 def test_help_does_not_wait_for_torch() -> None:
