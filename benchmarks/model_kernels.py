@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/model_kernels.py --cases norm,causal,short,loss --rounds 5
 
-- norm: layer norm's backward with the stream (norm_kernels.py), 65,536 tokens 768 wide: GPT-2 124M, 64 sequences
+- norm: layer norm's backward with the stream (kernels/norm.py), 65,536 tokens 768 wide: GPT-2 124M, 64 sequences
 - causal: attention over 64 sequences of 1,024 tokens, 12 heads 64 wide, forward, and backward for queries and for keys
 - short: attention over packed texts of 20 to 128 tokens, 8 heads 32 wide, forward and backward
 - loss: softmax and its gradient over 9,472 rows of 50,304 logits

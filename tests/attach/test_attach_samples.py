@@ -25,7 +25,7 @@ SCRIPT = "/project/train.py"
 STANDARD = sysconfig.get_path("stdlib")
 PACKAGES = "/venv/lib/python3.11/site-packages"
 HOOKS = attach_hooks.__file__
-DEVICE_HOOKS = str(Path(HOOKS).with_name("attach_device_hooks.py"))
+DEVICE_HOOKS = str(Path(HOOKS).with_name("device_hooks.py"))
 
 
 def stack(*calls: tuple[str, str, int]) -> Any:

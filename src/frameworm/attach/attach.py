@@ -1,7 +1,7 @@
 """Observes a training script that knows nothing of frameworm.
 
-torch is made to report what the script does with it (`attach_hooks`), a finder tells steps and phases apart
-(`attach_steps`), and what comes of it is written to a run folder while the script goes on. Results, output and exit
+torch is made to report what the script does with it (`hooks`), a finder tells steps and phases apart
+(`steps`), and what comes of it is written to a run folder while the script goes on. Results, output and exit
 code are the script's own.
 """
 

@@ -88,7 +88,7 @@ def phase_of_its_own(watch: Watch, phase: str, original: _Function) -> _Function
 
 
 def _logging(watch: Watch, original: _Function) -> _Function:
-    # `attach_frames` knows output by the name of this function.
+    # `frames` knows output by the name of this function.
     @functools.wraps(original)
     def write_out(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():

@@ -1,6 +1,6 @@
 """Causal attention over sequences of one length, from queries, keys and values that lie side by side.
 
-See causal_kernels.py for how it works. To the compiler these are operations it does not look into.
+See kernels/causal.py for how it works. To the compiler these are operations it does not look into.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention over packed sequences by kernels of our own, for lengths and widths at which flash attention's waste time.
 
-See attention_kernels.py for how they work. To the compiler they are operations it does not look into.
+See kernels/attention.py for how they work. To the compiler they are operations it does not look into.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In backward the gradient that ran past is added to the one that came through the norm, and its sum over all tokens is
 the gradient of the bias that the block ends with. Done one by one, each of these reads or writes the stream again;
-here a single kernel does it (norm_kernels.py).
+here a single kernel does it (kernels/norm.py).
 """
 
 from __future__ import annotations

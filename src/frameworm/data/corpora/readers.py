@@ -1,6 +1,6 @@
 """Readers of text data sets: where the files are is found first, what is in them is read only when asked for.
 
-Finding costs a directory listing. Whoever has the tokens of a split already (`data.cache`) never reads its text.
+Finding costs a directory listing. Whoever has the tokens of a split already (`cache`) never reads its text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints on disk: finding the newest that is whole, and reading from it what a rank needs.
 
-A checkpoint is a folder of safetensors files and a manifest (`checkpoint_store` says how it comes about). One whose
+A checkpoint is a folder of safetensors files and a manifest (`store` says how it comes about). One whose
 files do not match its manifest does not count, and reading falls back to the one before. Whoever reads it may be of
 any strategy and world size: tensors are read by rows, from whichever files hold them. A checkpoint is data: nothing in
 it can execute code, and nothing outside of its folder is read.

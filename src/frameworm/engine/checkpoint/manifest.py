@@ -125,7 +125,7 @@ class Manifest:
         step: After which step it was taken.
         files: Its files by name.
         tensors: Its tensors by name.
-        shared: What is everybody's, as `outline.encode` gives it.
+        shared: What is everybody's, as `state_json.encode` gives it.
         ranks: What was each rank's.
     """
 

@@ -1,7 +1,7 @@
 """The batch-size finder: the largest micro-batch that fits and the fastest, by trials of the real step.
 
-Every trial is a family of processes with a deadline (`tune.family`), so a size that runs out of memory, dies or hangs
-costs that trial and nothing else. The planner's guess comes first, so that few trials are needed.
+Every trial is a family of processes with a deadline (`tune.processes`), so a size that runs out of memory, dies or
+hangs costs that trial and nothing else. The planner's guess comes first, so that few trials are needed.
 """
 
 from __future__ import annotations
