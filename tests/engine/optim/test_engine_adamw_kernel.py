@@ -378,7 +378,7 @@ def test_triton_is_imported_late_and_its_absence_is_the_reason() -> None:
     code = """
 import sys
 import torch
-from frameworm.engine import adamw_kernel
+from frameworm.engine.optim import adamw_kernel
 assert "frameworm.engine.optim.adamw_triton" not in sys.modules
 sys.modules["triton"] = None
 adamw_kernel._DEVICE_TYPES = ("cpu",)
