@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +27,9 @@ from harness import RESULTS, names_among, table, tell_progress, write_results
 
 from frameworm.config.load import load_config
 from frameworm.engine import run as engine_run
+from frameworm.hardware.resolve import resolve_here
+from frameworm.models.loaders import build_loader
+from frameworm.models.workloads import build_workload
 from frameworm.records.events import Listener
 from frameworm.records.schema import StepRecord
 
@@ -45,33 +47,11 @@ PACKED_FROM = 128  # the goal of packed holds from this batch on
 PARTS = ("waste", "wait")
 
 
-class Caught(BaseException):
-    """Carries the loader out of a run that is not to happen."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self.loader = loader
-
-
-class LoaderOnly:
-    """Stands where `run` would make a Trainer."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        pass
-
-    def train(self, train_loader: Any, *arguments: Any, **settings: Any) -> Any:
-        """Everything is made; nothing more is wanted."""
-        raise Caught(train_loader)
-
-
 def loader_of(config: Path, overrides: list[str]) -> Any:
     """The loader that `frameworm train` would read."""
-    with mock.patch.object(engine_run, "Trainer", LoaderOnly):
-        try:
-            engine_run.run(load_config(config, overrides), out=None)
-        except Caught as caught:
-            return caught.loader
-    raise AssertionError("run made no trainer")
+    resolved = resolve_here(load_config(config, overrides), 1)
+    workload = build_workload(resolved)
+    return build_loader(resolved, workload, workload.train_data, evaluation=False)
 
 
 def waste_of(loader: Any, epoch: int = 0) -> dict[str, Any]:

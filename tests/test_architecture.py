@@ -186,6 +186,12 @@ def test_no_circles_between_rooms() -> None:
     assert not circle, " -> ".join(circle)
 
 
+@pytest.mark.parametrize("module", ["engine.checkpoint.writer_process", "tune.processes.forkserver"])
+def test_processes_that_must_start_quickly_need_no_torch(module: str) -> None:
+    code = f"import sys, frameworm.{module}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys\n"

@@ -335,7 +335,9 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_texts_stand_out_from_their_ground() -> None:
-    style = importlib.resources.files("frameworm.report").joinpath("templates/report.css").read_text(encoding="utf-8")
+    style = (
+        importlib.resources.files("frameworm.report.kit").joinpath("templates/report.css").read_text(encoding="utf-8")
+    )
     schemes = [dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in re.findall(r":root \{(.*?)\}", style, re.S)]
     assert len(schemes) == 2
     for colours in schemes:

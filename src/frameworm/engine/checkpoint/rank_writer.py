@@ -10,9 +10,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from frameworm.engine.checkpoint.compressed_files import zstd_functions
 from frameworm.engine.checkpoint.file_writer import Layout, copy_file, pays, write_file
 from frameworm.engine.checkpoint.manifest import ShardFile, shard_name
+from frameworm.engine.checkpoint.zstd import zstd_functions
 from frameworm.errors import CheckpointError, MissingPackageError
 from frameworm.records.atomic import sync_folder
 
