@@ -116,7 +116,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         check=config.training.max_bad_steps is not None,
     )
     windows = Windows(config.observe, strategy.device, strategy.rank, total_steps)
-    # Somebody else's listener may count on hearing of a step before the next one begins.
+    # A user's listener may rely on hearing of a step before the next one begins.
     clock = windows.around(make_clock(strategy.device, at_once=bool(job.callbacks)))
     ranks: RankWatch | None = None
     if strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
