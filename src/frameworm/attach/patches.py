@@ -40,7 +40,7 @@ class Patches:
 def keep_compiler_out(function: _Function, *, also_of_calls: bool = False) -> _Function:
     """Let torch.compile run a function's frame as it is instead of compiling it.
 
-    All calls of all models come through the same wrapper: compiled, it would be compiled anew for each of them. What a
+    All calls of all models go through one wrapper; compiled, it would be recompiled for each of them. What a
     wrapper calls may be the script's own work, which is to be compiled.
 
     Args:
