@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from frameworm.cli.main import main
-
 if __name__ == "__main__":
+    import os
+    import sys
+
+    # Python puts the working folder (`-m`) or this file's own first on the path: a typer.py there would be imported.
+    # A console script has its own folder in that place.
+    if not getattr(sys.flags, "safe_path", False) and sys.path[0] in (os.getcwd(), os.path.dirname(__file__)):
+        sys.path[0] = os.path.dirname(sys.executable)
+    from frameworm.cli.main import main
+
     main()

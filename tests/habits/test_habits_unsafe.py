@@ -9,6 +9,7 @@ import contextlib
 import csv
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from message_cases import (
 
 from frameworm.distributed import cleanup, setup_ddp
 from frameworm.errors import FramewormError
+from frameworm.launch.environment import own_command
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS = 48  # of a stored run: two epochs of 24
@@ -120,13 +122,11 @@ def hostile_search(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@known_defect("the compiler's cache is `compiled` in the folder of the search, be it a link")
 def test_the_compiler_of_a_trial_has_a_cache_outside_of_the_folder_of_the_search(hostile_search: Path) -> None:
     cache = Path((hostile_search / "cache-of-the-trial").read_text())
     assert not cache.is_relative_to(hostile_search), "what is unpickled from there would be somebody else's"
 
 
-@known_defect("files behind the link `compiled` are deleted after a failed trial")
 def test_a_failed_trial_deletes_nothing_behind_a_link(hostile_search: Path) -> None:
     assert (hostile_search / "elsewhere" / "precious").exists()
 
@@ -208,7 +208,6 @@ def test_a_rank_of_profile_does_not_follow_a_link_in_the_place_of_a_note(
     ],
     ids=["train", "scale"],
 )
-@known_defect("workers start as `python -m frameworm`, with the working folder first on their path")
 def test_workers_import_nothing_from_the_working_folder(
     command: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data_cache_dir: Path, arguments: list[str]
 ) -> None:
@@ -218,6 +217,54 @@ def test_workers_import_nothing_from_the_working_folder(
     ended = command(*arguments, "--config", QUICKSTART, *few, limit_s=90)
     assert not (tmp_path / "imported").exists(), "a typer.py of the working folder was run"
     assert ended.code == 0, ended.stderr
+
+
+HOSTILE = "import os\n\nopen('imported', 'w').close()\nos._exit(3)\n"
+SHOW_PATH = """
+import sys
+
+from frameworm import Workload
+
+
+def build(config):
+    open("path-of-the-workload", "w").write("\\n".join(sys.path))
+    raise ValueError("far enough")
+"""
+
+
+@pytest.mark.parametrize("start", [["-m", "frameworm"], own_command()[1:]], ids=["-m", "worker"])
+def test_the_command_line_imports_nothing_from_the_working_folder(tmp_path: Path, start: list[str]) -> None:
+    for name in ("typer", "rich", "yaml", "torch"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE)
+    ended = subprocess.run([sys.executable, *start, "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert not (tmp_path / "imported").exists()
+    assert (ended.returncode, ended.stdout) == (0, "no runs in runs\n")
+
+
+def test_a_worker_finds_a_workload_in_the_working_folder_and_no_module_of_the_package_by_its_bare_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own_workload.py").write_text(SHOW_PATH)
+    (tmp_path / "own.yaml").write_text("workload: own_workload:build\ngpu: {device: cpu}\n")
+    command = own_command("train", "--config", "own.yaml", "--out", "run")
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "far enough" in ended.stderr
+    path = (tmp_path / "path-of-the-workload").read_text().splitlines()
+    assert path[0] == str(tmp_path)
+    assert str(Path(command[1]).parent) not in path, "`import data` would be frameworm.data"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot start multiprocessing otherwise")
+def test_a_search_imports_nothing_from_the_working_folder(tmp_path: Path, data_cache_dir: Path) -> None:
+    for name in ("signal", "multiprocessing", "selectors"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE)
+    few = ["--set", "training.global_batch=8", "--set", "gpu.device=cpu", "--set", "data.num_workers=0"]
+    command = own_command("tune", "--config", str(QUICKSTART), *few, "--trials", "1", "--budget", "40s", "--out", "t")
+    variables = {**os.environ, "FRAMEWORM_DATA_CACHE_DIR": str(data_cache_dir)}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=variables)
+    assert not (tmp_path / "imported").exists()
+    assert ended.returncode in (0, 1, 3), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # Data sets that only a stored config names

@@ -59,7 +59,7 @@ def profile(
 
     Example: frameworm profile examples/plain_loop.py
 
-    On two processes: torchrun --nproc-per-node 2 -m frameworm profile examples/ddp_example.py
+    On two processes: torchrun --nproc-per-node 2 --no-python frameworm profile examples/ddp_example.py
     """
     if (script is None) == (config is None):
         raise EnvironmentSetupError(

@@ -80,9 +80,10 @@ def network(
         _check_writable(out)
     if plan.action == "launch":
         from frameworm.hardware.host import usable_cpus
+        from frameworm.launch.environment import own_command
         from frameworm.launch.torchrun import launch_workers
 
-        command = [sys.executable, "-m", "frameworm", *sys.argv[1:]]
+        command = own_command(*sys.argv[1:])
         raise typer.Exit(launch_workers(plan, command, usable_cpus=usable_cpus()))
     _probe_here(plan, backend, budget, out, as_json)
 

@@ -121,11 +121,12 @@ def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, max_restarts:
     """Start this node's workers; the config is checked for that many processes first."""
     from frameworm.hardware.host import usable_cpus
     from frameworm.hardware.resolve import resolve_here
+    from frameworm.launch.environment import own_command
     from frameworm.launch.torchrun import launch_workers
 
     elastic = plan.min_nodes != plan.max_nodes
     resolve_here(config, plan.nproc_per_node * plan.max_nodes, resized=resumes or elastic)
-    command = [sys.executable, "-m", "frameworm", *sys.argv[1:]]
+    command = own_command(*sys.argv[1:])
     return launch_workers(
         plan, command, usable_cpus=usable_cpus(), stop_grace_s=stop_grace_s, max_restarts=max_restarts
     )

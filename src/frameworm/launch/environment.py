@@ -7,9 +7,11 @@ typed values made here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from frameworm.errors import EnvironmentSetupError
@@ -203,6 +205,11 @@ def worker_environment(
     if not variables.get("OMP_NUM_THREADS"):
         added["OMP_NUM_THREADS"] = str(max(1, usable_cpus // nproc_per_node))
     return added
+
+
+def own_command(*arguments: str) -> list[str]:
+    """The command line of this program. As for its console script, the working folder is not on the import path."""
+    return [sys.executable, str(Path(__file__).resolve().parents[1] / "__main__.py"), *arguments]
 
 
 @contextmanager

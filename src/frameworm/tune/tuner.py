@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,20 +64,19 @@ def tune(
     journal = Journal(folder, search_name(context))
     short_steps = ShortSteps(folder, context.resolve, config)
     runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes, short_steps=short_steps)
-    runner.forget_compiled()  # of a search that was killed
-    result = Search(
-        all_knobs() if knobs is None else knobs,
-        context,
-        runner.run_trial,
-        runner.prove,
-        budget or Budget(time_s=600.0),
-        journal,
-        allow_approximate=allow_approximate,
-        check_longer=runner.check_longer,
-        longer=longer,
-        tell=tell,
-    ).run()
-    runner.forget_compiled()
+    with contextlib.closing(runner):
+        result = Search(
+            all_knobs() if knobs is None else knobs,
+            context,
+            runner.run_trial,
+            runner.prove,
+            budget or Budget(time_s=600.0),
+            journal,
+            allow_approximate=allow_approximate,
+            check_longer=runner.check_longer,
+            longer=longer,
+            tell=tell,
+        ).run()
     write_atomic(folder / BEST_NAME, render_best(result, original))
     values = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
     write_atomic(folder / REPORT_NAME, render_tune(values, str(folder / BEST_NAME)))

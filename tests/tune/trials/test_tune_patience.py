@@ -84,8 +84,8 @@ def test_another_precision_is_not_put_off() -> None:
 
 def test_what_was_compiled_before_a_trial_was_killed_stays(tmp_path: Path) -> None:
     runner = TrialRunner(tmp_path)
-    (tmp_path / "compiled" / "fxgraph").mkdir(parents=True)
-    before, after = tmp_path / "compiled" / "before", tmp_path / "compiled" / "fxgraph" / "after"
+    (runner.compiled / "fxgraph").mkdir()
+    before, after = runner.compiled / "before", runner.compiled / "fxgraph" / "after"
     for path in (before, after):
         path.write_text("")
     since = time.time()
@@ -94,5 +94,22 @@ def test_what_was_compiled_before_a_trial_was_killed_stays(tmp_path: Path) -> No
     runner.forget_compiled(since)
     assert before.exists()
     assert not after.exists()
-    runner.forget_compiled()
-    assert not (tmp_path / "compiled").exists()
+    runner.close()
+    assert not runner.compiled.exists()
+
+
+def test_every_search_has_an_empty_compiler_cache_that_only_its_user_can_open(tmp_path: Path) -> None:
+    first, resumed = TrialRunner(tmp_path), TrialRunner(tmp_path)
+    assert first.compiled != resumed.compiled
+    for runner in (first, resumed):
+        assert runner.compiled.stat().st_mode & 0o777 == 0o700
+        assert not runner.compiled.is_relative_to(tmp_path)
+        assert not any(runner.compiled.iterdir())
+        runner.close()
+
+
+def test_the_compiler_cache_of_a_search_that_was_given_up_is_removed(tmp_path: Path) -> None:
+    runner = TrialRunner(tmp_path)
+    compiled = runner.compiled
+    del runner
+    assert not compiled.exists()

@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 
 from frameworm.launch.environment import added_to_environment
 
@@ -20,6 +21,10 @@ _IMPORTED = ("frameworm.tune.processes.batch_trial", "torch._dynamo")
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # A trial that had to be killed leaves semaphores behind; who cleans up after it need not say so on the terminal.
 _CLEAN_UP_QUIETLY = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+
+# multiprocessing starts its processes by `python -c`, with the working folder first on their path: a signal.py there
+# would be imported (Python 3.10 knows no way around that). Trials get the path of the process that starts them.
+_IMPORT_NOTHING_FROM_HERE = {"PYTHONSAFEPATH": "1"}
 
 _forks = True
 
@@ -42,6 +47,12 @@ def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *also])  # of a server that is there already nothing changes
-    with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY}):
+    with added_to_environment({**_ASK_NVML, **_CLEAN_UP_QUIETLY, **_IMPORT_NOTHING_FROM_HERE}):
         forkserver.ensure_running()
     return context
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process that `warm_up`'s context has made."""
+    with added_to_environment(_IMPORT_NOTHING_FROM_HERE):
+        process.start()

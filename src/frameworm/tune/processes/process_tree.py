@@ -19,7 +19,7 @@ import psutil
 from frameworm.hardware.host import oom_kills
 from frameworm.scaling.batch_search import Outcome
 from frameworm.tune.processes.batch_trial import TrialJob, out_of_in, run_rank
-from frameworm.tune.processes.forkserver import BAD_FORK, stop_forking, warm_up
+from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
 
 # When one rank has failed: what the others get to say so too. They may hang in a collective, and often do.
 _GRACE_S = 2.0
@@ -69,7 +69,7 @@ def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tu
     try:
         for rank in range(ranks or job.world_size):
             process = server.Process(target=run_rank, args=(job, rank))
-            process.start()
+            start(process)
             started.append(process)
         in_time = _wait(started, deadline_s)
         codes = [one.exitcode for one in started]

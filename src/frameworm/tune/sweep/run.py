@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from frameworm.errors import DeviceError, MissingPackageError, RunFolderError
 from frameworm.hardware.host import usable_cpus
 from frameworm.hardware.resolve import look_at_machine, resolve_here
 from frameworm.launch.allocation import Allocation
+from frameworm.launch.environment import own_command
 from frameworm.records.atomic import write_atomic
 from frameworm.records.store import RunFolder
 from frameworm.report.scaling.report import write_report
@@ -127,7 +127,7 @@ def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, pe
     if allocation is not None:
         most = per_host or look_at_machine(config).device_count or 1
         hosts, workers = allocation.place(world_size, most)
-    command = [sys.executable, "-m", "frameworm", "train", *shell_settings(settings)]
+    command = own_command("train", *shell_settings(settings))
     if world_size > 1:
         command += ["--distributed", "--nproc-per-node", str(workers)]
     return command if allocation is None else allocation.command(hosts, command)

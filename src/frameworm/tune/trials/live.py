@@ -14,7 +14,7 @@ from typing import Any
 from frameworm.config.schema import Config
 from frameworm.hardware.host import oom_kills
 from frameworm.tune.processes.batch_trial import TrialJob
-from frameworm.tune.processes.forkserver import BAD_FORK, stop_forking, warm_up
+from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
 from frameworm.tune.trials.live_rank import Go, LiveJob, run_live
 from frameworm.tune.trials.outcomes import Failure, FailureKind
@@ -106,7 +106,7 @@ class Live:
             (self.folder / f"rank-{rank}.log").write_bytes(b"")
             link, other = server.Pipe()
             process = server.Process(target=run_live, args=(job, rank, other))
-            process.start()
+            start(process)
             other.close()
             self._processes.append(process)
             self._links.append(link)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -69,18 +71,22 @@ class TrialRunner:
         self._short_steps = short_steps
         self._patience = Patience(self._effort.limit_s)
         self._starts_s = 2 * _START_S  # of both sides for their learning
-        self._compiled = self._folder / "compiled"
+        # The compiler unpickles what it finds in its cache. The search's folder may have come from anywhere, so the
+        # cache is a private folder that starts out empty and ends with this object.
+        self.compiled = Path(tempfile.mkdtemp(prefix="frameworm-compiled-"))
+        self._remove_compiled = weakref.finalize(self, shutil.rmtree, self.compiled, ignore_errors=True)
 
-    def forget_compiled(self, since: float | None = None) -> None:
-        """Remove what the compiler made: at the end, and what it was at when a trial was killed.
+    def close(self) -> None:
+        """Remove what the compiler made; no trial may follow."""
+        self._remove_compiled()
+
+    def forget_compiled(self, since: float) -> None:
+        """Remove what the compiler has made since then (by `time.time`): a trial was killed while it may have written.
 
         Args:
-            since: Only what it made since then, by `time.time`.
+            since: Time of `time.time`.
         """
-        if since is None:
-            shutil.rmtree(self._compiled, ignore_errors=True)
-            return
-        for path in self._compiled.rglob("*"):
+        for path in self.compiled.rglob("*"):
             with suppress(OSError):
                 if path.is_file() and path.stat().st_mtime >= since:
                     path.unlink()
@@ -259,7 +265,7 @@ class TrialRunner:
             limit_bytes=self._limit_bytes,
             learn_steps=learn_steps,
             units=units,
-            compiled=self._compiled,
+            compiled=self.compiled,
             whole_epoch=whole_epoch,
             seeds=seeds,
         )
