@@ -281,6 +281,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     package = ModuleType("datasets")
     package.load_dataset = load_dataset  # type: ignore[attr-defined]
+    package.__version__ = "4.0.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", package)
     return asked
 
@@ -293,7 +294,6 @@ def _run_on_hub_data(folder: Path) -> Path:
     return folder
 
 
-@known_defect("evaluate loads a data set of the hub that only the stored config names")
 def test_evaluate_loads_no_hub_data_that_only_the_run_folder_names(
     command: CommandLine, tmp_path: Path, hub: list[str]
 ) -> None:
@@ -306,6 +306,24 @@ def test_evaluate_loads_hub_data_that_the_user_names(command: CommandLine, tmp_p
     run = _run_on_hub_data(tmp_path / "run")
     command.refuses("evaluate", run, "--set", "data.dataset=hf:somebody/else")
     assert hub == ["somebody/else"]
+
+
+def test_a_compiled_export_loads_no_hub_data_that_only_the_run_folder_names(
+    command: CommandLine, tmp_path: Path, hub: list[str]
+) -> None:
+    message = command.refuses("export", _run_on_hub_data(tmp_path / "run"), "--compiled", "--out", "model.pt2")
+    assert hub == []
+    assert "data.dataset" in message
+
+
+def test_a_datasets_package_that_runs_scripts_is_refused(
+    command: CommandLine, tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["datasets"], "__version__", "3.6.0")
+    run = _run_on_hub_data(tmp_path / "run")
+    message = command.refuses("evaluate", run, "--set", "data.dataset=hf:somebody/else")
+    assert hub == []
+    assert "pip install -U" in message
 
 
 # Links in a folder that a run goes on in

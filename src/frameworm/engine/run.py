@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
+from frameworm.config.checks import HUB_PREFIX
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
@@ -107,16 +109,23 @@ def train_workload(
 
 
 def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Refuse to run code that only a run folder names: a folder is data, and may come from anywhere.
+    """Refuse to run code, or to load data from the hub, that only a run folder names: it may come from anywhere.
 
     Raises:
-        ConfigError: The workload is a function of somebody's own and the user has not named it.
+        ConfigError: The workload is a function of somebody's own, or the data set is one of the hub, and the user has
+            not named it.
     """
-    named = any(item.partition("=")[0].strip() == "workload" for item in overrides)
-    if ":" in config.workload and not named:
+    named = {item.partition("=")[0].strip() for item in overrides}
+    if ":" in config.workload and "workload" not in named:
         raise ConfigError(
             f"{folder.config} names code to run: workload {config.workload}. If you trust it, say so: --set "
-            f"workload={config.workload}"
+            f"workload={shlex.quote(config.workload)}"
+        )
+    dataset = config.data.dataset
+    if dataset.startswith(HUB_PREFIX) and "data.dataset" not in named:
+        raise ConfigError(
+            f"{folder.config} names a data set to download: data.dataset {dataset}. If you trust it, say so: --set "
+            f"data.dataset={shlex.quote(dataset)}"
         )
 
 

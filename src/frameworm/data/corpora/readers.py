@@ -21,6 +21,8 @@ from frameworm.errors import ConfigError, DataError, MissingPackageError
 READER_VERSION = 1
 DATASETS = ("generated", "ag_news", "imdb", "text", "hf:NAME")
 
+_HUB_VERSION = 4  # of the datasets package: the first that runs no script of a data set
+
 AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 IMDB_CLASSES = ("neg", "pos")
 _IMDB_LABELS = {"neg": 0, "negative": 0, "0": 0, "pos": 1, "positive": 1, "1": 1}
@@ -220,6 +222,12 @@ def _hub(name: str) -> Corpus:
         raise MissingPackageError(
             f"data.dataset hf:{name} needs the datasets package: pip install 'frameworm[hub]'"
         ) from None
+    version = str(getattr(datasets, "__version__", _HUB_VERSION))
+    if int(version.partition(".")[0]) < _HUB_VERSION:
+        raise MissingPackageError(
+            f"data.dataset hf:{name} needs datasets {_HUB_VERSION} or later, and {version} is installed: earlier ones "
+            "can run scripts of a data set (pip install -U 'frameworm[hub]')"
+        )
     try:
         found = datasets.load_dataset(name)
     except Exception as error:
