@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from frameworm.attach import ranks as attach_ranks
 from frameworm.attach.ranks import SharedFolder
 from frameworm.attach.record import Surroundings, judge_record, record_of
 from frameworm.attach.script import without_own_frames
-from frameworm.errors import RunFolderError
+from frameworm.errors import EnvironmentSetupError, RunFolderError
 from frameworm.launch.environment import ProcessInfo
 from frameworm.records.schema import Compilation, StepRecord
 from frameworm.records.store import RunFolder
@@ -98,7 +99,7 @@ def test_damaged_steps_are_left_out(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach_ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     process = [ProcessInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2) for rank in range(2)]
     found: list[Path] = []
     second = SharedFolder(process[1], tmp_path / "run", "profile-x")
@@ -113,25 +114,30 @@ def test_ranks_meet_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     second.done()
     assert first.wait_for_ranks(0.05) == []
     # Neither the note nor the marks are left.
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    private = tmp_path / f"frameworm-{os.getuid()}"
+    assert set(tmp_path.iterdir()) == {tmp_path / "run", private}
+    assert list(private.iterdir()) == []
+    assert private.stat().st_mode & 0o777 == 0o700
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_rank_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach_ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(attach_ranks, "WAIT_FOR_FOLDER_S", 0.05)
     with pytest.raises(RunFolderError, match="rank 1 found no run folder"):
         SharedFolder(ProcessInfo(rank=1, world_size=2), None, "profile-x").find()
-    # A note of another user is not followed.
-    monkeypatch.setattr(attach_ranks.os, "getuid", lambda: os.geteuid() + 1)
-    shared = SharedFolder(ProcessInfo(rank=1, world_size=2), None, "profile-x")
-    shared._note.write_text(str(tmp_path))
-    with pytest.raises(RunFolderError, match="rank 1 found no run folder"):
-        shared.find()
+    # Notes are not looked for in a folder of another user, nor in one that others can write to.
+    (tmp_path / f"frameworm-{os.getuid()}").chmod(0o777)
+    with pytest.raises(EnvironmentSetupError, match="only you can open"):
+        SharedFolder(ProcessInfo(rank=1, world_size=2), None, "profile-x")
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(EnvironmentSetupError, match="only you can open"):
+        SharedFolder(ProcessInfo(rank=1, world_size=2), None, "profile-x")
+    SharedFolder(ProcessInfo(), tmp_path / "alone", "profile-x")  # which needs no notes
 
 
 def test_other_machines_take_the_folder_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach_ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     process = ProcessInfo(rank=2, world_size=4, local_world_size=2, node_rank=1, num_nodes=2)
     assert SharedFolder(process, tmp_path / "run", "profile-x").find().path == tmp_path / "run"
     with pytest.raises(RunFolderError, match="the same --out"):

@@ -64,7 +64,7 @@ def test_helpers_over_two_ranks(run_ranks: Callable[..., list[Any]]) -> None:
         assert result["distributed"]
         assert result["counted"]
         assert result["again"]
-    assert not list(Path(tempfile.gettempdir()).glob(f"frameworm-{os.getuid()}-{os.getpid()}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"frameworm-{os.getuid()}/spawn-{os.getpid()}-*"))
 
 
 def fail_on_one_rank(rank: int, world_size: int) -> None:
@@ -100,7 +100,7 @@ def test_spawn_jobs_side_by_side_find_their_own(tmp_path: Path) -> None:
     for job in (10, 11, 20, 21):
         assert (tmp_path / f"job-{job}").read_text() == f"[{2.0 * job}, 2.0]"
     for parent in parents:
-        assert not list(Path(tempfile.gettempdir()).glob(f"frameworm-{os.getuid()}-{parent.pid}-*"))
+        assert not list(Path(tempfile.gettempdir()).glob(f"frameworm-{os.getuid()}/spawn-{parent.pid}-*"))
 
 
 def test_one_process_needs_no_port_and_cleanup_can_be_repeated() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import psutil
 
 from frameworm.errors import EnvironmentSetupError, RunFolderError
 from frameworm.launch.environment import ProcessInfo, detect, restart_count
-from frameworm.records.atomic import write_atomic
+from frameworm.records.atomic import check_private, private_folder, write_atomic
+from frameworm.records.reading import read_text
 from frameworm.records.store import RunFolder
 
 WAIT_FOR_FOLDER_S = 60.0
@@ -36,10 +36,10 @@ class SharedFolder:
         self.process = process
         self.folder: RunFolder | None = None
         self._out = None if out is None else out.absolute()
-        self._note = _meeting_point(process)
+        self._note = _meeting_point(process) if process.world_size > 1 else None
         if process.rank == 0:
             self.folder = RunFolder.create(self._out, name, Path("runs").absolute())
-            if process.world_size > 1:
+            if self._note is not None:
                 write_atomic(self._note, str(self.folder.path))
 
     def find(self) -> RunFolder:
@@ -53,8 +53,8 @@ class SharedFolder:
             if self.process.node_rank > 0 and self._out is not None:
                 self.folder = RunFolder(self._out)
                 self._out.mkdir(parents=True, exist_ok=True)
-            elif self._own_note():
-                self.folder = RunFolder(self._note.read_text(encoding="utf-8"))
+            elif (word := self._read_note()) is not None:
+                self.folder = RunFolder(word)
             elif time.monotonic() > deadline or self.process.node_rank > 0:
                 where = "give all machines the same --out" if self.process.node_rank > 0 else "see what rank 0 says"
                 raise RunFolderError(f"rank {self.process.rank} found no run folder to write to; {where}")
@@ -80,7 +80,7 @@ class SharedFolder:
         for rank in range(1, self.process.world_size):
             with contextlib.suppress(OSError):
                 self._done_file(rank).unlink()
-        if self.process.world_size > 1:
+        if self._note is not None:
             with contextlib.suppress(OSError):
                 self._note.unlink()
         return missing
@@ -89,12 +89,14 @@ class SharedFolder:
         assert self.folder is not None
         return self.folder.path / f".rank{rank}-done"
 
-    def _own_note(self) -> bool:
-        """Whether the note is there; one that somebody else has put there is not ours to follow."""
+    def _read_note(self) -> str | None:
+        """What rank 0 has written down; None where it has not, or where somebody else could have."""
+        assert self._note is not None, "rank 0 alone makes the folder"
         try:
-            return self._note.stat().st_uid == os.getuid()
-        except OSError:
-            return False
+            check_private(self._note.parent)
+            return read_text(self._note)
+        except (OSError, ValueError):
+            return None
 
 
 def who_am_i() -> tuple[ProcessInfo, str | None]:
@@ -112,4 +114,7 @@ def _meeting_point(process: ProcessInfo) -> Path:
         born = repr(psutil.Process(parent).create_time())
     words = (parent, born, process.master_address, process.master_port, restart_count())
     digest = hashlib.sha256(repr(words).encode()).hexdigest()[:20]
-    return Path(tempfile.gettempdir()) / f"frameworm-profile-{os.getuid()}-{digest}"
+    try:
+        return private_folder() / f"profile-{digest}"
+    except OSError as error:
+        raise EnvironmentSetupError(f"cannot use {error.filename}: {error.strerror}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from frameworm.errors import RunFolderError
 from frameworm.records.observations import OtherTime, RankSummary, SystemSummary
+from frameworm.records.reading import read_json
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -167,8 +167,7 @@ def judge_record(record: RunRecord, folder: RunFolder) -> None:
 def stored_trace(folder: RunFolder) -> TraceSummary | None:
     """What the trace of rank 0 says, if one was recorded."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        text = (folder.path / "trace-rank0-summary.json").read_text(encoding="utf-8")
-        return TraceSummary.from_dict(json.loads(text))
+        return TraceSummary.from_dict(read_json(folder.path / "trace-rank0-summary.json"))
     return None
 
 

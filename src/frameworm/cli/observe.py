@@ -194,14 +194,14 @@ def _stored_record(folder: RunFolder) -> RunRecord:
 
 def _judge(record: RunRecord, folder: RunFolder) -> None:
     from frameworm.attach.record import all_steps, stored_trace
-    from frameworm.config.load import load_config
+    from frameworm.config.load import load_config_from_text, show_path
     from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown
     from frameworm.errors import FramewormError
 
     config = None
     if folder.config.exists():
         with contextlib.suppress(FramewormError):
-            config = load_config(folder.config)
+            config = load_config_from_text(folder.read_config(), show_path(folder.config))
     judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
     apply_judgement(record, keep_shown(judgement, record.findings or []))
 

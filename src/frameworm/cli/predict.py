@@ -153,9 +153,11 @@ def _setting(
 
     parallel = ParallelConfig()
     if run is not None and (run / "config.yaml").exists():
-        from frameworm.config.load import load_config
+        from frameworm.config.load import load_config_from_text, show_path
+        from frameworm.records.store import RunFolder
 
-        parallel = load_config(run / "config.yaml", settings).parallel
+        folder = RunFolder(run)
+        parallel = load_config_from_text(folder.read_config(), show_path(folder.config), settings).parallel
     elif settings:
         raise ConfigError("--set changes settings of a run's config.yaml, and there is none")
     codecs = _codec_costs(source, parallel.compression_ratio, parallel.powersgd_rank) if measure else {}

@@ -29,6 +29,7 @@ from frameworm.config.schema import Config, model_section_of
 from frameworm.config.source import SourceReader, YamlError, write_yaml
 from frameworm.errors import ConfigError
 
+_MOST_BYTES = 2**20
 WHAT_A_CONFIG_IS = "a config is a mapping of sections such as model, data and training; see configs/quickstart.yaml"
 
 
@@ -48,9 +49,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         ConfigError: One line per problem, each with the place, the key and what to do.
     """
     label = show_path(path)
+    return load_config_from_text(_read_text(path, label), label, overrides, environ)
+
+
+def load_config_from_text(
+    text: str, label: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Config:
+    """Check the text of a config file, such as `RunFolder.read_config` gives it.
+
+    Args:
+        text: YAML.
+        label: What messages call it.
+        overrides: As in `load_config`.
+        environ: As in `load_config`.
+
+    Raises:
+        ConfigError: One line per problem.
+    """
     reader = SourceReader(label)
     try:
-        values = reader.read(_read_text(path, label))
+        values = reader.read(text)
     except YamlError as error:
         raise ConfigError(f"{label}:{error.line}: {error}") from None
     if values is None and not reader.problems:
@@ -173,7 +191,11 @@ def show_path(path: str | Path) -> str:
 def _read_text(path: str | Path, label: str) -> str:
     file = Path(path)
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        with file.open("rb") as opened:  # not only plain files: `--config <(command)` is a pipe
+            content = opened.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{label}: larger than a config can be ({_MOST_BYTES // 2**20} MiB)")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{label}: no such file{_similar_file(file)}") from None
     except IsADirectoryError:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frameworm.config.checks import HUB_PREFIX
-from frameworm.config.load import load_config
+from frameworm.config.load import load_config_from_text, show_path
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.load import check_same_model, load_newest
@@ -132,7 +132,7 @@ def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -
 def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
     """A run's config without what makes training fast: it is not needed to score, and may not be there."""
     plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
-    config = load_config(folder.config, [*plain, *overrides])
+    config = load_config_from_text(folder.read_config(), show_path(folder.config), [*plain, *overrides])
     check_trusted(config, folder, overrides)
     config = config.model_copy(deep=True)
     config.training.accumulation = "auto"

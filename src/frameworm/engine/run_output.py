@@ -172,6 +172,8 @@ def open_output(
     if rank == 0:
         try:
             folder, resumed = _choose(config, run_dir, resume)
+            if folder is not None and resumed:
+                folder.refuse_links()
             choice = (None if folder is None else str(folder.path), resumed)
         except RunFolderError as error:
             choice = error

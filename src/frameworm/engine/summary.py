@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 from pathlib import Path
@@ -21,6 +20,7 @@ from frameworm.observe.clocks.ranks import RankWatch
 from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.observations import RankSummary
+from frameworm.records.reading import read_json
 from frameworm.records.schema import (
     CheckpointStatistics,
     Communication,
@@ -162,7 +162,7 @@ def _trace_of(record: RunRecord) -> TraceSummary | None:
     path = None if record.run_dir is None else Path(record.run_dir) / "trace-rank0-summary.json"
     if path is None or not path.exists():
         return None
-    return TraceSummary.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    return TraceSummary.from_dict(read_json(path))
 
 
 def measure_memory(device: torch.device) -> Memory:

@@ -12,6 +12,7 @@ from pathlib import Path
 from frameworm.errors import BaselineError, RunFolderError
 from frameworm.guard.figures import RunFigures, read_runs
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_json
 
 FORMAT = "frameworm baseline"
 VERSION = 1
@@ -39,12 +40,12 @@ def read_baseline(path: str | os.PathLike[str]) -> Baseline:
     if place.is_dir():
         return Baseline(place, read_runs([str(place)]))
     try:
-        data = json.loads(place.read_text(encoding="utf-8"))
+        data = read_json(place)
     except FileNotFoundError as error:
         raise BaselineError(f"there is no baseline at {place}; make one with --update-baseline") from error
     except OSError as error:
         raise BaselineError(f"cannot read the baseline {place}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BaselineError(f"{place} is not a baseline of frameworm: it is no JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BaselineError(f'{place} is not a baseline of frameworm: it has no "format": "{FORMAT}"')

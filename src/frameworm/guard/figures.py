@@ -154,8 +154,8 @@ def read_settings(folder: RunFolder) -> dict[str, Any]:
     if not folder.config.exists():
         return {}
     try:
-        values = SourceReader(folder.config.name).read(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YamlError) as error:
+        values = SourceReader(folder.config.name).read(folder.read_config())
+    except YamlError as error:
         raise RunFolderError(f"cannot read {folder.config}: {error}") from error
     flat: dict[str, Any] = {}
     _flatten(values if isinstance(values, dict) else {}, "", flat)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from frameworm.errors import EnvironmentSetupError
+from frameworm.records.atomic import open_to_append
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -24,7 +25,7 @@ def write_to_log_of(rank: int, world_size: int, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with log_file(folder, rank).open("ab", buffering=0) as log:
+        with os.fdopen(open_to_append(log_file(folder, rank)), "ab", buffering=0) as log:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             for descriptor in (1, 2):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +14,8 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.environment import ProcessInfo, agent_hosts_store, launch_id, restart_count
+from frameworm.records.atomic import check_private, private_folder, replacing
+from frameworm.records.reading import read_text
 
 __all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "host_store", "open_store"]
 
@@ -98,21 +98,17 @@ def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
     timeout = timedelta(seconds=limit_s)
     if info.rank == 0:
         store = host_store("127.0.0.1", 0, timeout)
-        # Renamed into place, so that nobody reads half of it; made anew, so that nobody else's link is followed.
-        draft = note.with_suffix(f".{os.getpid()}")
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(store.port, file)
-        draft.replace(note)
+        with replacing(note) as file:  # nobody reads half of it
+            file.write(str(store.port).encode())
     else:
-        while not _is_ours(note):
+        while (port := _read_port(note)) is None:
             if time.monotonic() > deadline:
                 raise EnvironmentSetupError(
                     f"rank {info.rank} heard nothing of rank 0 within {limit_s:.0f} s. Start all {info.world_size} "
                     "processes by one torch.multiprocessing.spawn, or set MASTER_ADDR and MASTER_PORT."
                 )
             time.sleep(0.02)
-        store = TCPStore("127.0.0.1", json.loads(note.read_text(encoding="utf-8")), is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     if store.add(f"rank-{info.rank}", 1) > 1:
         raise EnvironmentSetupError(
             f"two processes claim to be rank {info.rank}: spawn jobs were started at the same moment from threads of "
@@ -133,7 +129,7 @@ def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
 
 
 def _spawn_note(info: ProcessInfo) -> Path:
-    """A file name that the processes of one spawn compute alike, and no other process ever does."""
+    """A file that the processes of one spawn name alike, and no other process ever does."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         raise EnvironmentSetupError(
@@ -145,15 +141,19 @@ def _spawn_note(info: ProcessInfo) -> Path:
     *above, own = multiprocessing.current_process()._identity
     family = "-".join(str(number) for number in [*above, own - info.rank])
     started = int(psutil.Process(parent.pid).create_time() * 1000)
-    name = f"frameworm-{os.getuid()}-{parent.pid}-{started}-{family}-{info.world_size}"
-    return Path(tempfile.gettempdir()) / name
-
-
-def _is_ours(note: Path) -> bool:
     try:
-        return note.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
+        return private_folder() / f"spawn-{parent.pid}-{started}-{family}-{info.world_size}"
+    except OSError as error:
+        raise EnvironmentSetupError(f"cannot use {error.filename}: {error.strerror}") from None
+
+
+def _read_port(note: Path) -> int | None:
+    """The port that rank 0 has left word of; None where it has not, or the folder is no longer this user's own."""
+    try:
+        check_private(note.parent)
+        return int(read_text(note))
+    except (OSError, ValueError):
+        return None
 
 
 def first_line(error: BaseException) -> str:

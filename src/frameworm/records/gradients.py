@@ -10,6 +10,7 @@ from typing import Any
 
 from frameworm.errors import RunFolderError
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_json
 
 FILE_NAME = "gradients.json"
 SCHEMA_VERSION = 1
@@ -75,7 +76,7 @@ class GradientTimes:
         """
         path = folder / FILE_NAME
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(read_json(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_text
 
 NAME = ".launch"
 
@@ -23,7 +24,7 @@ def write_launch(folder: Path, launch: str) -> None:
 def read_launch(folder: Path) -> str | None:
     """The id of the launch that last worked on a run; None where nobody wrote it down."""
     try:
-        return (folder / NAME).read_text(encoding="utf-8").strip() or None
+        return read_text(folder / NAME).strip() or None
     except (OSError, ValueError):
         return None
 

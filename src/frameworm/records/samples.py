@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from frameworm.errors import RunFolderError
 from frameworm.records.observations import SystemSample
+from frameworm.records.reading import parse_line, read_lines
 from frameworm.records.schema import json_ready
 
 SERIES_LIMIT = 1_000
@@ -43,11 +43,10 @@ def read_samples(path: str | os.PathLike[str]) -> list[SystemSample]:
     """
     found = []
     try:
-        with Path(path).open("rb") as lines:
-            for line in lines:
-                sample = _parse(line)
-                if sample is not None:
-                    found.append(sample)
+        for line in read_lines(path):
+            sample = _parse(line)
+            if sample is not None:
+                found.append(sample)
     except OSError as error:
         raise RunFolderError(f"cannot read the samples in {path}: {error.strerror or error}") from error
     return found
@@ -108,8 +107,8 @@ def _short(value: Any) -> Any:
 
 def _parse(line: bytes) -> SystemSample | None:
     try:
-        data = json.loads(line)
+        data = parse_line(line)
         sample = SystemSample(**{name: data[name] for name in _FIELDS if name in data})
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         return None
     return sample if isinstance(sample.time, (int, float)) else None

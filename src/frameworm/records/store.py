@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ from pathlib import Path
 import yaml
 
 from frameworm.errors import RunFolderError
-from frameworm.records.atomic import FILE_MODE, replacing, write_atomic
+from frameworm.records.atomic import refuse_link, replacing, write_atomic
+from frameworm.records.reading import MOST_BYTES, MOST_CONFIG_BYTES, parse_json, read_lines, read_text
 from frameworm.records.schema import EpochRecord, RunRecord
 from frameworm.records.writer import parse_step
 
@@ -24,6 +26,9 @@ EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord))
 
 _STEPS_NAME = re.compile(r"steps-rank(\d+)\.jsonl")
 _FOLDER_NAME = re.compile(r"(?P<name>.+)-\d{8}-\d{6}(-\d+)?")
+_WRITTEN_NAME = re.compile(
+    r"config\.yaml|summary\..*|epochs\.csv|report\.html|gradients\.json|checkpoints|tensorboard|(steps|system|trace)-.*"
+)
 _FOLDER_MODE = 0o755
 
 
@@ -161,12 +166,26 @@ class RunFolder:
         # Not `latest`: whoever made the first one may have been killed right before that.
         return any(self.checkpoints.glob("step-*/manifest.json"))
 
+    def refuse_links(self) -> None:
+        """Refuse to go on with a run in which a name that is written to leads out of its folder.
+
+        Raises:
+            RunFolderError: Names the link.
+        """
+        for path in _entries(self.path):
+            if _WRITTEN_NAME.fullmatch(path.name):
+                refuse_link(path)
+        for path in self.checkpoints.glob(".step-*.tmp"):
+            refuse_link(path)
+
     def run_name(self) -> str | None:
         """Name of the run, from its config or else from the folder's own name."""
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            data = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-            if isinstance(data, dict) and isinstance(data.get("name"), str):
-                return str(data["name"])
+        with contextlib.suppress(RunFolderError, ValueError, RecursionError, yaml.YAMLError):
+            # Only composed: values that refer to each other could stand for millions.
+            config = yaml.compose(self.read_config(), yaml.SafeLoader)
+            for key, value in config.value if isinstance(config, yaml.MappingNode) else ():
+                if key.value == "name" and value.tag == "tag:yaml.org,2002:str":
+                    return str(value.value)
         match = _FOLDER_NAME.fullmatch(self.path.name)
         return match["name"] if match else None
 
@@ -176,6 +195,14 @@ class RunFolder:
             return self.read_summary().status
         except RunFolderError:
             return None
+
+    def read_config(self) -> str:
+        """The text of the resolved config.
+
+        Raises:
+            RunFolderError: There is none, or it cannot be read.
+        """
+        return _read(self.config, MOST_CONFIG_BYTES)
 
     def write_config(self, text: str) -> None:
         """Write the resolved config."""
@@ -199,7 +226,7 @@ class RunFolder:
         """
         text = _read(self.summary_json)
         try:
-            return RunRecord.from_dict(json.loads(text))
+            return RunRecord.from_dict(parse_json(text))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise RunFolderError(f"{self.summary_json} is damaged or no summary of frameworm: {error}") from error
 
@@ -220,10 +247,11 @@ class RunFolder:
             RunFolderError: There is none, or it is not one.
         """
         rows = csv.DictReader(io.StringIO(_read(self.epochs_csv)))
-        missing = [name for name in EPOCH_COLUMNS if name not in (rows.fieldnames or ())]
-        if missing:
-            raise RunFolderError(f"{self.epochs_csv} has no column {missing[0]}; expected {','.join(EPOCH_COLUMNS)}")
         try:
+            missing = [name for name in EPOCH_COLUMNS if name not in (rows.fieldnames or ())]
+            if missing:
+                expected = ",".join(EPOCH_COLUMNS)
+                raise RunFolderError(f"{self.epochs_csv} has no column {missing[0]}; expected {expected}")
             return [
                 EpochRecord(
                     epoch=int(row["epoch"]),
@@ -235,7 +263,7 @@ class RunFolder:
                 )
                 for row in rows
             ]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, csv.Error) as error:
             raise RunFolderError(f"{self.epochs_csv}, line {rows.line_num}: {error}") from error
 
     def truncate_steps(self, rank: int, last_step: int) -> int:
@@ -251,8 +279,8 @@ class RunFolder:
             return 0
         dropped = 0
         try:
-            with path.open("rb") as lines, replacing(path) as kept:
-                for line in lines:
+            with replacing(path) as kept:
+                for line in read_lines(path):
                     step = parse_step(line)
                     if step is None or step.step > last_step:
                         dropped += 1
@@ -277,9 +305,9 @@ def newest_unfinished(root: str | os.PathLike[str], name: str) -> RunFolder | No
     return None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, most_bytes: int = MOST_BYTES) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, most_bytes)
     except FileNotFoundError as error:
         raise RunFolderError(f"{path} does not exist; the run has not come that far, or is not a run") from error
     except (OSError, ValueError) as error:
@@ -326,9 +354,8 @@ def _refuse_unless_empty(folder: RunFolder) -> None:
 
 def _probe(path: Path) -> None:
     """Raise now what the first write would raise later."""
-    probe = path / f".{os.getpid()}.tmp"
-    probe.touch(mode=FILE_MODE, exist_ok=True)
-    probe.unlink()
+    with tempfile.NamedTemporaryFile(prefix=".", suffix=".tmp", dir=path):
+        pass
 
 
 def _unwritable(path: Path, error: OSError) -> RunFolderError:

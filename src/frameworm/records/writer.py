@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from frameworm.errors import RunFolderError
+from frameworm.records.atomic import open_to_append
 from frameworm.records.events import Listener
+from frameworm.records.reading import parse_line, read_lines
 from frameworm.records.schema import StepRecord, json_ready
 
 WAKE_INTERVAL_S = 0.3
@@ -239,7 +241,7 @@ class JsonLinesWriter(Listener):
             self._descriptor = None
             raise FileNotFoundError(2, "the file was deleted during the run")
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_to_append(self.path, os.O_RDWR)
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         return self._descriptor
@@ -265,15 +267,14 @@ class StepReader:
     def __iter__(self) -> Iterator[StepRecord]:
         self.broken, self.torn = 0, False
         try:
-            with self.path.open("rb") as lines:
-                for line in lines:
-                    step = parse_step(line)
-                    if step is not None:
-                        yield step
-                    elif not line.endswith(b"\n"):
-                        self.torn = True
-                    elif line.strip():
-                        self.broken += 1
+            for line in read_lines(self.path):
+                step = parse_step(line)
+                if step is not None:
+                    yield step
+                elif not line.endswith(b"\n"):
+                    self.torn = True
+                elif line.strip():
+                    self.broken += 1
         except OSError as error:
             raise RunFolderError(f"cannot read the steps in {self.path}: {error.strerror or error}") from error
 
@@ -286,8 +287,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
 def parse_step(line: bytes) -> StepRecord | None:
     """The step that a line holds, or None if it holds none."""
     try:
-        data = json.loads(line)
-        step = StepRecord.from_dict(data)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        step = StepRecord.from_dict(parse_line(line))
+    except (ValueError, TypeError, AttributeError):
         return None
     return step if isinstance(step.step, int) and isinstance(step.step_s, (int, float)) else None

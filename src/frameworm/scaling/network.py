@@ -30,6 +30,7 @@ from typing import Any
 
 from frameworm.errors import NetworkModelError
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_json
 from frameworm.records.statistics import percentile
 
 SCHEMA_VERSION = 1
@@ -274,7 +275,7 @@ class NetworkModel:
             NetworkModelError: It is missing or does not hold a network.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except OSError as error:
             raise NetworkModelError(f"cannot read {path}: {error.strerror}; `frameworm network` writes one") from error
         except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from frameworm.errors import ConfigError, RunFolderError
 from frameworm.records.gradients import GradientTimes
+from frameworm.records.reading import read_json
 from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.records.store import RunFolder
@@ -223,7 +223,7 @@ def load_case(path: Path) -> Source:
         ConfigError: It cannot be read, or a key is unknown or makes no sense.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the case {path}: {error}") from error
     if not isinstance(data, dict):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from frameworm.config.source import SourceReader, YamlError
 from frameworm.errors import RunFolderError
 from frameworm.records.estimate import known
 from frameworm.records.schema import EpochRecord, RunRecord
@@ -246,8 +245,8 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
     if not folder.config.exists():
         return {}
     try:
-        values = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        values = SourceReader(folder.config.name).read(folder.read_config())
+    except YamlError as error:
         raise RunFolderError(f"cannot read {folder.config}: {error}") from error
     return values if isinstance(values, dict) else {}
 

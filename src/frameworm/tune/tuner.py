@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from frameworm.config.schema import Config
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_json
 from frameworm.report.tune.page import render_tune
 from frameworm.tune.best_config import render_best
 from frameworm.tune.facts import look_around
@@ -78,6 +78,6 @@ def tune(
             tell=tell,
         ).run()
     write_atomic(folder / BEST_NAME, render_best(result, original))
-    values = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+    values = read_json(folder / SUMMARY_NAME)
     write_atomic(folder / REPORT_NAME, render_tune(values, str(folder / BEST_NAME)))
     return result

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameworm.errors import DataError
-from frameworm.records.atomic import replacing
+from frameworm.records.atomic import open_to_append, replacing
+from frameworm.records.reading import open_plain, read_json
 
 _INDEX = "index.json"
+_DTYPES = ("uint16", "uint32")
 _FILES = ("tokens.bin", "offsets.npy", "labels.npy")
 
 
@@ -48,7 +51,7 @@ class TokenWriter:
     """Takes token sequences one batch at a time; only offsets and labels stay in memory."""
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self.dtype = np.dtype(_DTYPES[0] if vocab_size <= 2**16 else _DTYPES[1])
         self.lengths: list[int] = []
         self.labels: list[int] = []
         self._file = file
@@ -135,7 +138,7 @@ class TokenCache:
     def lock(self, name: str) -> Iterator[bool]:
         """Waits for the lock of that name; false where the file system has no locks."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.lock").open("w") as file:
+        with os.fdopen(open_to_append(self.folder / f"{name}.lock"), "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
@@ -162,7 +165,7 @@ class TokenCache:
 
     def _read_index(self) -> dict[str, Any]:
         try:
-            index = json.loads((self.folder / _INDEX).read_text())
+            index = read_json(self.folder / _INDEX)
         except (OSError, ValueError):
             return {}
         return index if isinstance(index, dict) else {}
@@ -179,7 +182,7 @@ def hash_files(files: Sequence[Path], root: Path) -> str:
     for path in files:
         content = hashlib.sha256()
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 while block := file.read(2**20):
                     content.update(block)
         except OSError as error:
@@ -219,13 +222,15 @@ def open_store(folder: Path) -> TokenStore:
         OSError: A file is missing.
         ValueError: A file is not what meta.json says.
     """
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = read_json(folder / "meta.json")
     if not isinstance(meta, dict) or not isinstance(meta.get("file_bytes"), dict):
         raise ValueError(f"{folder / 'meta.json'} does not describe a token store")
     for name in _FILES:
         if (folder / name).stat().st_size != meta["file_bytes"].get(name):
             raise ValueError(f"{folder / name} is not as long as when it was written")
-    dtype = np.dtype(str(meta["dtype"]))
+    if meta.get("dtype") not in _DTYPES:  # mapped as objects, the file's bytes would be addresses
+        raise ValueError(f"{folder / 'meta.json'} does not describe a token store")
+    dtype = np.dtype(meta["dtype"])
     # np.asarray takes off the memmap class, whose bookkeeping makes small reads several times slower.
     tokens = (
         np.asarray(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")) if meta["tokens"] else np.empty(0, dtype)

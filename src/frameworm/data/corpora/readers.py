@@ -17,6 +17,7 @@ from typing import Any
 
 from frameworm.data.corpora import generated
 from frameworm.errors import ConfigError, DataError, MissingPackageError
+from frameworm.records.reading import open_plain
 
 READER_VERSION = 1
 DATASETS = ("generated", "ag_news", "imdb", "text", "hf:NAME")
@@ -307,7 +308,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_text(path: Path) -> str:
     """A whole file, unpacked if its name ends in .gz."""
     try:
-        content = path.read_bytes()
+        with open_plain(path) as file:
+            content = file.read()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

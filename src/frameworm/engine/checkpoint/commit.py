@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -16,7 +17,8 @@ from typing import Any
 from frameworm.engine.checkpoint import manifest as manifests
 from frameworm.engine.checkpoint.manifest import Manifest, assemble
 from frameworm.errors import CheckpointError
-from frameworm.records.atomic import replacing, sync_folder
+from frameworm.records.atomic import refuse_link, replacing, sync_folder
+from frameworm.records.reading import read_text
 
 _LATEST = "latest"
 # The same step may be saved again, after a resume: the old one goes when the new one is durable.
@@ -83,11 +85,13 @@ def commit(order: CommitOrder) -> str:
 
     Raises:
         CheckpointError: The shares do not make up a state, or are not there.
+        RunFolderError: A link is in the place of the draft.
         OSError: The disk refuses.
     """
     folder, draft = Path(order.folder), Path(order.draft)
     manifest = assemble(order.step, order.reports)
     text = manifest.dump()
+    refuse_link(draft)
     target = None if draft.is_dir() else _already_there(folder, order.step, text)
     if target is None:
         _wait_for_files(draft, manifest, order.visible_s)
@@ -106,7 +110,7 @@ def commit(order: CommitOrder) -> str:
 def _already_there(folder: Path, step: int, text: str) -> Path | None:
     """The checkpoint, where whoever began to make it got as far as its name before it died."""
     for number, _, path in stored_folders(folder):
-        if number == step and (path / manifests.NAME).read_text(encoding="utf-8") == text:
+        if number == step and read_text(path / manifests.NAME, manifests.MOST_BYTES) == text:
             return path
     return None
 
@@ -114,7 +118,7 @@ def _already_there(folder: Path, step: int, text: str) -> Path | None:
 def _free_name(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}"
     attempt = 1
-    while path.exists():
+    while os.path.lexists(path):
         path = folder / f"step-{step:08d}.{attempt}"
         attempt += 1
     return path
@@ -152,11 +156,11 @@ def _best(paths: Sequence[Path], retention: Retention) -> list[Path]:
 def figure_of(path: Path, metric: str) -> float | None:
     """The figure of the epoch at whose end a checkpoint was taken; None for one from the middle of an epoch."""
     try:
-        progress = json.loads((path / manifests.NAME).read_text(encoding="utf-8"))["content"]["shared"]["progress"]
+        progress = json.loads(read_text(path / manifests.NAME, manifests.MOST_BYTES))["content"]["shared"]["progress"]
         if progress["step_in_epoch"] or not progress["epochs"]:
             return None
         value = progress["epochs"][-1][metric]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
@@ -169,12 +173,15 @@ def _wait_for_files(draft: Path, manifest: Manifest, visible_s: float) -> None:
     """
     for path in draft.iterdir():
         if path.name not in manifest.files:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     deadline = time.monotonic() + visible_s
     for name, file in manifest.files.items():
         while True:
             try:
-                size = (draft / name).stat().st_size
+                size = (draft / name).lstat().st_size
                 problem = None if size == file.size_bytes else f"{size} of {file.size_bytes} bytes of {name}"
             except FileNotFoundError:
                 problem = f"no {name}"

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from frameworm.engine.checkpoint.manifest import CHUNK_BYTES, ShardFile
-from frameworm.records.atomic import FILE_MODE
+from frameworm.records.atomic import written_anew
 
 _MOST_THREADS = 4
 
@@ -94,7 +94,7 @@ def write_file(
         return chunk, checksum.hexdigest()
 
     sizes, checksums = [], []
-    with open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+    with written_anew(path) as file:
         # Those that compress hold a chunk each; without, memory is only read.
         for content, checksum in _in_order(prepare, _chunks(parts)):
             for part in content:
@@ -114,7 +114,7 @@ def copy_file(source: Path, target: Path, expected: ShardFile) -> None:
     """
     with source.open("rb", buffering=0) as taken:
         chunks = (memoryview(taken.read(size)) for size in expected.chunk_sizes())
-        with open(target, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+        with written_anew(target) as file:
             for chunk, checksum in zip(chunks, expected.sha256):
                 if hashlib.sha256(chunk).hexdigest() != checksum:
                     raise OSError(f"{source} has changed since it was written")

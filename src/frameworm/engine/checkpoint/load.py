@@ -23,6 +23,7 @@ from frameworm.engine.checkpoint.shard_reader import ShardReader, check_file
 from frameworm.engine.checkpoint.state_json import decode
 from frameworm.errors import CheckpointError
 from frameworm.launch.process_group import broadcast_object, gather_objects, is_distributed
+from frameworm.records.reading import read_text
 
 _PARTS = ("model", "optimizer", "schedule", "precision", "progress")
 
@@ -58,7 +59,7 @@ class StoredCheckpoint:
         if path.is_symlink():
             raise CheckpointError(f"{self.path.name}/{path.name} is no plain file")
         try:
-            found = Manifest.parse(path.read_text(encoding="utf-8"))
+            found = Manifest.parse(read_text(path, manifests.MOST_BYTES))
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no text"
             raise CheckpointError(f"{self.path.name}/{path.name} cannot be read: {why}") from None

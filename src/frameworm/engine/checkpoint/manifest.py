@@ -19,6 +19,7 @@ from frameworm.errors import CheckpointError
 
 FORMAT = 3
 NAME = "manifest.json"
+MOST_BYTES = 2**30
 CHUNK_BYTES = 16 * 2**20  # files have a checksum for every so many bytes: several processors can share the work
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors(?:\.zst)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -14,7 +14,7 @@ from frameworm.engine.checkpoint.file_writer import Layout, copy_file, pays, wri
 from frameworm.engine.checkpoint.manifest import ShardFile, shard_name
 from frameworm.engine.checkpoint.zstd import zstd_functions
 from frameworm.errors import CheckpointError, MissingPackageError
-from frameworm.records.atomic import sync_folder
+from frameworm.records.atomic import refuse_link, sync_folder
 
 _WORTH_A_TRY_BYTES = 2**20
 
@@ -72,9 +72,11 @@ class ShareWriter:
         Raises:
             OSError: The disk refuses.
             CheckpointError: There is no zstd.
+            RunFolderError: A link is in the place of the draft.
         """
         draft = Path(order.draft)
         draft.mkdir(parents=True, exist_ok=True)
+        refuse_link(draft)
         parts = order.layout.parts(memory)
         compress, notes = self._compressor(order, parts)
         name = shard_name(order.rank) + ("" if compress is None else ".zst")

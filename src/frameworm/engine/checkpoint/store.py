@@ -276,13 +276,17 @@ class CheckpointStore:
             self._plan = SharePlan.of(snapshot.pieces)
         fast = None if self._fast is None else str(self._fast.resolve())
         used_bytes, layout = self._staging.used_bytes, self._plan.layout
-        order = WriteOrder(str(draft.resolve()), self._reports.rank, layout, used_bytes, self._compression, fast)
+        order = WriteOrder(self._place(draft), self._reports.rank, layout, used_bytes, self._compression, fast)
         answer = self._writer.perform({"write": order.to_json()}, self._free, lambda: not self._freed)
         for note in answer.get("notes", ()):
             self._note_once(note)
         if "problem" in answer:
             return answer
         return {"file": answer["file"], "pieces": self._plan.described, "shared": snapshot.shared, "own": snapshot.own}
+
+    def _place(self, draft: Path) -> str:
+        """A draft by its absolute path, with what has its own name left as it is."""
+        return str(draft.parent.resolve() / draft.name)
 
     def _commit(self, job: _Job, draft: Path) -> str | None:
         """Have the shares of all ranks made a checkpoint; returns why that failed."""
@@ -294,7 +298,7 @@ class CheckpointStore:
                     shutil.rmtree(draft, ignore_errors=True)
                     return f"rank {rank}: {report['problem']}" if reports.world_size > 1 else str(report["problem"])
             order = CommitOrder(
-                str(self.folder.resolve()), str(draft.resolve()), job.step, found, self._retention, _VISIBLE_S
+                str(self.folder.resolve()), self._place(draft), job.step, found, self._retention, _VISIBLE_S
             )
             answer = self._writer.perform({"commit": order.to_json()})
         except Exception as error:  # as above

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frameworm.errors import DataError
+from frameworm.records.reading import open_plain
 
 PIECE_BYTES = 1 << 20
 LONGEST_HEADER = 16 << 20
@@ -115,7 +116,7 @@ def _text_pieces(path: Path) -> Iterator[str]:
     """The file's text; a gzip stream that was cut short ends early."""
     decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             piece = file.read(PIECE_BYTES)
             unpack = zlib.decompressobj(31) if piece.startswith(b"\x1f\x8b") else None
             while piece:
@@ -162,18 +163,18 @@ class _Scanner:
                 return
             try:
                 event, self._at = self._decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                if not self._past(error):
+            except (json.JSONDecodeError, RecursionError) as error:
+                if not self._past(getattr(error, "pos", self._at)):
                     return
                 continue
             yield event
 
-    def _past(self, error: json.JSONDecodeError) -> bool:
+    def _past(self, place: int) -> bool:
         """Get more text for an event that is not all there, or step over a damaged one; False at the end."""
         rest = len(self._text) - self._at
         if rest <= LONGEST_EVENT and self._more():
             return True
-        following = _NEXT_EVENT.search(self._text, max(error.pos, self._at + 1))
+        following = _NEXT_EVENT.search(self._text, max(place, self._at + 1))
         if following is None:
             self.truncated = True
             return False
@@ -217,7 +218,7 @@ def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
 def _header(text: str) -> dict[str, Any]:
     try:
         header = json.loads(text.rstrip().rstrip(",") + "}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
 

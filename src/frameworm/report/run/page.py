@@ -65,6 +65,6 @@ def _read_steps(folder: RunFolder, record: RunRecord) -> list[SeriesPoint]:
 
 def _config_text(folder: RunFolder) -> str:
     try:
-        return folder.config.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return folder.read_config()
+    except RunFolderError:
         return ""

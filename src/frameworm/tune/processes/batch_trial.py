@@ -34,6 +34,7 @@ from frameworm.launch.failures import is_consequence
 from frameworm.launch.parent import call_after_parent
 from frameworm.launch.process_group import cleanup
 from frameworm.models.workloads import Workload, build_workload
+from frameworm.records.atomic import open_to_append
 from frameworm.records.schema import RunRecord
 from frameworm.scaling.memory_model import CONTEXT_BYTES
 from frameworm.tune.processes.batch_data import rehearsal, sample_count
@@ -155,7 +156,7 @@ def settle_rank(job: TrialJob, rank: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     # Who asked for the trial may be killed. The session is the trial's own, loader processes included.
     call_after_parent(lambda: os.killpg(0, signal.SIGKILL))
-    log = os.open(Path(job.folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_to_append(Path(job.folder) / f"rank-{rank}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from frameworm.hardware.host import oom_kills
+from frameworm.records.reading import read_json, read_tail
 from frameworm.scaling.batch_search import Outcome
 from frameworm.tune.processes.batch_trial import TrialJob, out_of_in, run_rank
 from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
@@ -171,10 +171,10 @@ def _end(job: TrialJob, rank: int, code: int | None) -> RankEnd:
     folder = Path(job.folder)
     result: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        result = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+        result = read_json(folder / f"rank-{rank}.json")
     log = ""
     with suppress(OSError):
-        log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+        log = read_tail(folder / f"rank-{rank}.log", _LOG_TAIL)
     return RankEnd(rank, code, result, log)
 
 

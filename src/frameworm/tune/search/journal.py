@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from frameworm.errors import RunFolderError
-from frameworm.records.atomic import write_atomic
+from frameworm.records.atomic import open_to_append, replacing, write_atomic
+from frameworm.records.reading import parse_json, read_bytes
 
 VERSION = 1
 JOURNAL_NAME = "journal.jsonl"
@@ -45,6 +46,8 @@ class Journal:
             known = self._read(start)
         except OSError as error:
             raise RunFolderError(f"cannot use {self.folder}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunFolderError(f"{self.folder / JOURNAL_NAME} is damaged ({error}); give another folder") from error
         if not known:
             self._write({"event": "search", "version": VERSION, "start": start})
 
@@ -83,13 +86,13 @@ class Journal:
         path = self.folder / JOURNAL_NAME
         if not path.exists():
             return False
-        data = path.read_bytes()
+        data = read_bytes(path)
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             # The last line was being written when the search died.
-            with path.open("rb+") as file:
-                file.truncate(whole)
-        lines = [json.loads(line) for line in data[:whole].splitlines() if line.strip()]
+            with replacing(path) as file:
+                file.write(data[:whole])
+        lines = [parse_json(line) for line in data[:whole].splitlines() if line.strip()]
         if not lines:
             return False
         head = lines[0]
@@ -109,7 +112,7 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         if self.folder is None:
             return
-        with (self.folder / JOURNAL_NAME).open("ab") as file:
+        with os.fdopen(open_to_append(self.folder / JOURNAL_NAME), "ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -7,17 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
+from frameworm.records.atomic import written_anew
+from frameworm.records.reading import read_tail
 
 _PR_SET_PDEATHSIG = 1
 STOP_GRACE_S = 45.0  # the launcher gives its workers 30 s to save
-_LAST_LINES = 200
+_LAST_BYTES = 2**16
 
 
 class _Stopped(BaseException):
@@ -43,7 +44,7 @@ def run_to_end(command: Sequence[str], log: Path, keep_open: int | None = None) 
         TrainingInterruptedError: Ctrl-C; the process has ended.
         TrainingPreemptedError: SIGTERM; the process has ended.
     """
-    with log.open("wb") as output, _signals_raise():
+    with written_anew(log) as output, _signals_raise():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -104,6 +105,5 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 def _last_line(log: Path) -> str:
     """What the process said last; progress that overwrites itself counts as its last state."""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        last = deque((line.strip() for line in lines if line.strip()), maxlen=_LAST_LINES)
+    last = [line.strip() for line in read_tail(log, _LAST_BYTES).split("\n") if line.strip()]
     return last[-1].rpartition("\r")[2] if last else "it said nothing"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from frameworm.hardware.host import usable_cpus
 from frameworm.hardware.resolve import look_at_machine, resolve_here
 from frameworm.launch.allocation import Allocation
 from frameworm.launch.environment import own_command
-from frameworm.records.atomic import write_atomic
+from frameworm.records.atomic import make_folder_in, open_to_append, refuse_link, write_atomic
+from frameworm.records.reading import read_json
 from frameworm.records.store import RunFolder
 from frameworm.report.scaling.report import write_report
 from frameworm.scaling.analysis import Analysis, analyse
@@ -167,6 +169,7 @@ def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: T
             continue
         tell(f"run {number} of {len(order)}: world size {size}, repeat {repeat}")
         # What a cut-off run left is in the way of the new one.
+        refuse_link(folder.path)
         shutil.rmtree(folder.path, ignore_errors=True)
         began = time.monotonic()
         command = [*commands[size], "--config", str(out / CONFIG_NAME), "--out", str(folder.path)]
@@ -199,8 +202,8 @@ def _locked(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> Iterator[in
     """The folder, ours alone until the last of our processes has ended."""
     try:
         _check_folder(out, resume)
-        (out / RUNS).mkdir(parents=True, exist_ok=True)
-        file = (out / LOCK_NAME).open("a")
+        make_folder_in(out, out / RUNS)
+        file = os.fdopen(open_to_append(out / LOCK_NAME), "ab")
     except OSError as error:
         raise RunFolderError(f"cannot use {out}: {error.strerror or error}; give another --out") from error
     with file:
@@ -244,7 +247,7 @@ def _check_plan(out: Path, plan: SweepPlan, resume: bool, tell: Tell) -> None:
     path = out / PLAN_NAME
     if path.exists():
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path)
             fingerprint, mode = stored["fingerprint"], stored["mode"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{path} is damaged ({error}); give another --out") from error

@@ -13,6 +13,8 @@ from typing import Any
 
 from frameworm.config.schema import Config
 from frameworm.hardware.host import oom_kills
+from frameworm.records.atomic import written_anew
+from frameworm.records.reading import read_tail
 from frameworm.tune.processes.batch_trial import TrialJob
 from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
@@ -103,7 +105,8 @@ class Live:
         job = replace(self._job, rank_job=replace(self._job.rank_job, port=free_port() if world_size > 1 else 0))
         server = warm_up(["frameworm.tune.trials.live_rank"])
         for rank in range(world_size):
-            (self.folder / f"rank-{rank}.log").write_bytes(b"")
+            with written_anew(self.folder / f"rank-{rank}.log"):
+                pass
             link, other = server.Pipe()
             process = server.Process(target=run_live, args=(job, rank, other))
             start(process)
@@ -245,5 +248,5 @@ class Live:
 
     def _log(self, rank: int) -> str:
         with suppress(OSError):
-            return (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+            return read_tail(self.folder / f"rank-{rank}.log", _LOG_TAIL)
         return ""

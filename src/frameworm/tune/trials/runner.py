@@ -19,6 +19,7 @@ from frameworm.guard.drift import push_of
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.hardware.resolve import look_at_machine
+from frameworm.records.atomic import make_folder_in
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.longer import train_both
 from frameworm.tune.trials.outcomes import (
@@ -257,6 +258,7 @@ class TrialRunner:
         whole_epoch: bool = False,
         seeds: tuple[int, ...] = (),
     ) -> Live:
+        make_folder_in(self._folder, folder)
         return Live(
             config,
             folder,

@@ -16,6 +16,7 @@ from pathlib import Path
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError
 from frameworm.records.atomic import write_atomic
+from frameworm.records.reading import read_json
 from frameworm.tune.knobs.context import apply_changes
 
 FILE_NAME = "short_steps.json"
@@ -40,7 +41,7 @@ class ShortSteps:
         self._passes = accumulation if isinstance(accumulation, int) else 1
         self.factor: int | None = 1 if self._passes <= LEAST_PASSES else None
         with suppress(OSError, ValueError, KeyError, TypeError):
-            self.factor = int(json.loads(self._path.read_text(encoding="utf-8"))["factor"])
+            self.factor = int(read_json(self._path)["factor"])
 
     def decide(self, step_s: float | None) -> None:
         """Choose the factor from the time of one uncut step; None: nobody knows, and nothing is cut."""

@@ -1,0 +1,129 @@
+"""Stored files, read within bounds: a file may come from anywhere, and must neither hang nor exhaust whoever reads it.
+
+All files that frameworm has written are read here. What is no plain file (a pipe, a device) is refused without waiting
+for it, and so is one that is larger or nested more deeply than any that frameworm writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+MOST_BYTES = 64 * 2**20
+MOST_CONFIG_BYTES = 2**20
+_MOST_LINE_BYTES = 2**20
+_DEEPEST = 100
+_MOST_DIGITS = 40  # more than any count has, and few enough to become a float
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a plain file for reading; links to one are followed.
+
+    Raises:
+        OSError: There is none, or it is a pipe, a device or a folder.
+    """
+    # A pipe without a writer would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "not a plain file", os.fspath(path))
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        OSError: It cannot be read, or is too large.
+    """
+    with open_plain(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes // 2**20} MiB", os.fspath(path))
+    return content
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """The text of a plain file.
+
+    Raises:
+        OSError: It cannot be read, or is too large.
+        ValueError: It is not UTF-8.
+    """
+    return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def read_tail(path: str | os.PathLike[str], most_bytes: int) -> str:
+    """The last few bytes of a log as text.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_plain(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes).decode("utf-8", errors="replace")
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: It cannot be read, or is too large.
+        ValueError: It is no JSON, or nested too deeply.
+    """
+    return parse_json(read_text(path, most_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply, or holds a number of too many digits.
+    """
+    value = parse_line(text)
+    layer = [value]
+    for _ in range(_DEEPEST):
+        inner = [item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, (dict, list))]
+        if not inner:
+            return value
+        layer = [item for items in inner for item in items]
+    raise ValueError("nested too deeply")
+
+
+def parse_line(text: str | bytes) -> Any:
+    """What a line of a JSON lines file holds, at the cost of parsing it and no more.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply, or holds a number of too many digits.
+    """
+    try:
+        return _decoder.decode(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines of a plain file, one at a time. One that is too long comes in pieces, none of which is JSON.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_plain(path) as file:
+        while line := file.readline(_MOST_LINE_BYTES):
+            yield line
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("a number of too many digits")
+    return int(text)
+
+
+_decoder = json.JSONDecoder(parse_int=_whole_number)
