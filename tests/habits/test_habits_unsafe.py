@@ -27,7 +27,6 @@ from message_cases import (
     batches,
     change_summary,
     deadline,
-    known_defect,
     make_run,
     nobody_reads,
     refusal,
@@ -426,7 +425,6 @@ ESCAPE = "\x1b[31mred\x07"
         ("diagnose", "checkpoint.count"),
     ],
 )
-@known_defect("words of a stored summary reach the terminal as they are")
 def test_no_word_of_a_summary_steers_the_terminal(command: CommandLine, runs: Path, verb: str, place: str) -> None:
     change_summary(runs / "after", place, ESCAPE)
     ended = command(*arguments_of(verb, runs))
@@ -458,7 +456,6 @@ def test_words_of_a_summary_are_printed_without_control_characters(
     assert "\x07" not in ended.stdout + ended.stderr
 
 
-@known_defect("the name of a folder reaches the terminal as it is")
 def test_no_name_of_a_folder_steers_the_terminal(command: CommandLine, runs: Path) -> None:
     (runs / "after").rename(runs / f"after{ESCAPE}")
     ended = command("runs", runs)
@@ -472,7 +469,6 @@ class Terminal(StringIO):
 
 
 @pytest.mark.parametrize("reason", ["[/red] slower", "[red]slower"], ids=["closing", "opening"])
-@known_defect("labels and reasons of a stored search are read as markup by the live table")
 def test_markup_in_the_reasons_of_a_search_is_shown_as_it_stands(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     from frameworm.report.tune.progress import TuneProgress
 
@@ -497,7 +493,6 @@ class _Tags(HTMLParser):
         self.found.add(tag)
 
 
-@known_defect("the number of a rank is put into the drawing of the ranks unescaped")
 def test_no_rank_of_a_summary_becomes_markup_in_the_page() -> None:
     from frameworm import RunRecord
     from frameworm.report.run.html import render_html
@@ -521,7 +516,6 @@ def _report_cells(command: CommandLine, runs: Path, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("sign", ["=", "+", "-", "@"])
-@known_defect("names of runs are written into CSV cells as formulas")
 def test_no_name_becomes_a_formula_in_a_table_of_the_report(
     command: CommandLine, runs: Path, monkeypatch: pytest.MonkeyPatch, sign: str
 ) -> None:

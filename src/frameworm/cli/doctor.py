@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import typer
 
+from frameworm.cli.output import say, telling
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def doctor(
     from frameworm.records.machine import Intent
 
     around = look_around()
-    with _telling("looking at the machine"):
+    with telling("looking at the machine"):
         facts = inspect_machine(
             root,
             around.port,
@@ -111,7 +110,7 @@ def _show(
             "checklist": None if items is None else [item.to_dict() for item in items],
             "notes": [] if fitness is None else list(fitness.notes),
         }
-        print(json.dumps(data))
+        say(json.dumps(data))
         return
     from frameworm.report.checks.doctor import render_doctor
 
@@ -119,13 +118,4 @@ def _show(
     device = "" if fitness is None else f" · {fitness.resolved.gpu.device}"
     notes = () if fitness is None else fitness.notes
     width = shutil.get_terminal_size((80, 24)).columns
-    print(render_doctor(facts, checks, items, f"{config} · {ranks}{device}", notes, width), end="")
-
-
-def _telling(words: str) -> AbstractContextManager[object]:
-    """What goes on, on a terminal only."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(words)
+    say(render_doctor(facts, checks, items, f"{config} · {ranks}{device}", notes, width), end="")

@@ -9,6 +9,7 @@ from typing import Optional
 
 import typer
 
+from frameworm.cli.output import say
 from frameworm.errors import EnvironmentSetupError
 
 
@@ -37,7 +38,7 @@ def export(
 
     Compiled: frameworm export runs/quickstart-20260101-120000 --compiled --out model.pt2
     """
-    from frameworm.cli.train import log_to_screen
+    from frameworm.cli.output import log_to_screen
     from frameworm.engine.export import TYPES, export_weights
 
     log_to_screen(True)
@@ -54,7 +55,7 @@ def export(
     else:
         done = export_weights(run, out, which=checkpoint, metric=metric, dtype=dtype)
     if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
+        say(json.dumps(dataclasses.asdict(done)))
         return
     what = "compiled model" if done.compiled else f"{done.tensors} tensors"
-    print(f"{done.path}: {what} of step {done.step}, {done.parameters:,} numbers, {done.size_bytes / 2**20:.1f} MiB")
+    say(f"{done.path}: {what} of step {done.step}, {done.parameters:,} numbers, {done.size_bytes / 2**20:.1f} MiB")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from frameworm.cli.output import say
 from frameworm.errors import BaselineError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def compare(
     if as_json:
         _print_json(comparison, sentences=comparison_sentences(comparison))
     else:
-        print(render_comparison(comparison), end="")
+        say(render_comparison(comparison), end="")
 
 
 def guard(
@@ -112,7 +113,7 @@ def _judge(
         _print_json(judgement, exit_code=judgement.exit_code, sentences=judgement_sentences(judgement))
     else:
         name = f"{stored.path} ({_count(stored.runs)})"
-        print(render_judgement(judgement, name, ", ".join(run.name for run in judged)), end="")
+        say(render_judgement(judgement, name, ", ".join(run.name for run in judged)), end="")
     return judgement.exit_code
 
 
@@ -123,7 +124,7 @@ def _write_anew(path: Path, runs: list[RunFigures]) -> None:
 
     check_fit(runs)
     write_baseline(Baseline(path, runs))
-    print(f"{path} now holds {_count(runs)}: {', '.join(run.name for run in runs)}")
+    say(f"{path} now holds {_count(runs)}: {', '.join(run.name for run in runs)}")
 
 
 def _refuse_itself(stored: Baseline, runs: list[Path]) -> None:
@@ -149,4 +150,4 @@ def _print_json(value: Any, **more: Any) -> None:
         if isinstance(data.get(name), dict):
             for long in ("mean_s", "median_s", "settings", "environment"):
                 data[name].pop(long)
-    print(json.dumps(json_ready({**more, **data})))
+    say(json.dumps(json_ready({**more, **data})))

@@ -9,6 +9,7 @@ import typer
 
 from frameworm import __version__
 from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune
+from frameworm.cli.output import say
 from frameworm.errors import FramewormError
 from frameworm.launch.environment import ask_to_keep_freed_memory
 from frameworm.records.atomic import forbid_world_writable
@@ -53,7 +54,7 @@ def main() -> NoReturn:
     try:
         app()
     except FramewormError as error:
-        print(f"frameworm: {error}", file=sys.stderr)
+        say(f"frameworm: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(0)

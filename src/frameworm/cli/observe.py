@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
-from frameworm.cli.train import log_to_screen
+from frameworm.cli.output import log_to_screen, say
 from frameworm.cli.tune import parse_duration
 from frameworm.errors import EnvironmentSetupError
 
@@ -85,7 +85,7 @@ def profile(
 def _print_nsys() -> None:
     from frameworm.observe.clocks.nvtx import nsys_command
 
-    print(f"frameworm: to see the ranges: {nsys_command(['frameworm', *sys.argv[1:]])}", file=sys.stderr)
+    say(f"frameworm: to see the ranges: {nsys_command(['frameworm', *sys.argv[1:]])}", file=sys.stderr)
 
 
 def _finish(attachment: Attachment, as_json: bool) -> None:
@@ -97,7 +97,7 @@ def _finish(attachment: Attachment, as_json: bool) -> None:
     except BrokenPipeError:
         return
     except Exception as error:
-        print(f"frameworm: the summary could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"frameworm: the summary could not be made: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _show(record: RunRecord, as_json: bool) -> None:
@@ -105,14 +105,14 @@ def _show(record: RunRecord, as_json: bool) -> None:
 
     sys.stdout.flush()
     text = render_text(record)
-    print(text, end="", file=sys.stderr)
+    say(text, end="", file=sys.stderr)
     if "\nverdict" not in text:
-        print(f"verdict     {record.verdict}", file=sys.stderr)
+        say(f"verdict     {record.verdict}", file=sys.stderr)
     if record.unseen:
-        print(f"unseen      {', '.join(record.unseen)}", file=sys.stderr)
+        say(f"unseen      {', '.join(record.unseen)}", file=sys.stderr)
     sys.stderr.flush()
     if as_json:
-        print(json.dumps(record.to_dict()), flush=True)
+        say(json.dumps(record.to_dict()), flush=True)
 
 
 def _profile_config(
@@ -164,14 +164,14 @@ def diagnose(
     if as_json:
         data = record.to_dict()
         kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes")
-        print(json.dumps({name: data[name] for name in kept}))
+        say(json.dumps({name: data[name] for name in kept}))
     else:
         from frameworm.report.run.text import render_text
 
         text = render_text(record)
-        print(text, end="")
+        say(text, end="")
         if "\nverdict" not in text:
-            print(f"verdict     {record.verdict}")
+            say(f"verdict     {record.verdict}")
     if record.verdict == "inconclusive":
         raise typer.Exit(INCONCLUSIVE)
 
@@ -211,4 +211,4 @@ def _diagnose_trace(path: Path, as_json: bool) -> None:
     from frameworm.report.run.trace_text import render_trace
 
     summary = read_trace(path)
-    print(json.dumps(summary.to_dict()) if as_json else render_trace(summary).rstrip("\n"))
+    say(json.dumps(summary.to_dict()) if as_json else render_trace(summary).rstrip("\n"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.output import say
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -75,17 +76,19 @@ def predict(
     prediction = Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(sizes)
     text = render_prediction(prediction)
     if out is not None:
+        from frameworm.records.atomic import write_atomic
+        from frameworm.records.printable import printable
         from frameworm.report.scaling.prediction_chart import render_prediction_svg
 
         try:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "prediction.json").write_text(json.dumps(prediction.to_dict(), indent=2) + "\n", encoding="utf-8")
-            (out / "prediction.txt").write_text(text, encoding="utf-8")
-            (out / "prediction.svg").write_text(render_prediction_svg(prediction), encoding="utf-8")
+            write_atomic(out / "prediction.json", json.dumps(prediction.to_dict(), indent=2) + "\n")
+            write_atomic(out / "prediction.txt", printable(text))
+            write_atomic(out / "prediction.svg", render_prediction_svg(prediction))
         except OSError as error:
             raise EnvironmentSetupError(f"cannot write to {out}: {error.strerror or error}; change --out") from error
         text += f"written to {out}\n"
-    print(json.dumps(prediction.to_dict()) if as_json else text, end="\n" if as_json else "")
+    say(json.dumps(prediction.to_dict()) if as_json else text, end="\n" if as_json else "")
 
 
 def _sizes(text: str) -> list[int]:

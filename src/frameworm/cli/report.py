@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.output import say
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def report(
 
     names = _names(datasets, context.args)
     written = write_report(root, out, warmup, names)
-    print(_json(written) if as_json else _text(written, out), end="")
+    say(_json(written) if as_json else _text(written, out), end="")
     if not any(len(item.rows) > 1 for table in written.report.datasets for item in table.configurations):
-        print("frameworm: no two world sizes can be compared; the report says why", file=sys.stderr)
+        say("frameworm: no two world sizes can be compared; the report says why", file=sys.stderr)
         raise typer.Exit(3)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.output import say, telling
 from frameworm.cli.train import number_or_auto
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
@@ -137,7 +138,7 @@ def _progress(leads: bool) -> Iterator[Callable[[float], None] | None]:
 def _show(model: NetworkModel, out: Path, as_json: bool) -> None:
     from frameworm.report.checks.network import render_network
 
-    print(json.dumps(model.to_dict()) if as_json else f"{render_network(model)}written to {out}", flush=True)
+    say(json.dumps(model.to_dict()) if as_json else f"{render_network(model)}written to {out}", flush=True)
 
 
 def memory(
@@ -177,7 +178,7 @@ def memory(
     loaded = load_config(config, settings)
     from frameworm.engine.memory.planner import MemoryPlanner
 
-    with _telling() as tell:
+    with telling("planning") as tell:
         report = MemoryPlanner(loaded, gpus, tokens_per_sample, tell).report(memory_bytes)
     _show_report(report, as_json)
     if report.fits is False:
@@ -215,29 +216,17 @@ def _show_savings(params: str, gpus: int, memory_bytes: int | None, as_json: boo
             for kind, stages in savings.items()
         }
         data = {"params": number, "gpus": gpus, "memory_bytes": memory_bytes, "bytes": savings, "fits": fits}
-        print(json.dumps(data))
+        say(json.dumps(data))
         return
     text = render_savings(number, gpus, savings)
     if memory_bytes is not None:
         for kind, stages in savings.items():
             fitting = [name for name, size in stages.items() if size <= memory_bytes]
             text += f"{kind}: {', '.join(fitting) or 'nothing'} fits in {gigabytes(memory_bytes)}, before activations\n"
-    print(text, end="")
+    say(text, end="")
 
 
 def _show_report(report: MemoryReport, as_json: bool) -> None:
     from frameworm.report.checks.memory import render_memory
 
-    print(json.dumps(report.to_dict()) if as_json else render_memory(report), end="\n" if as_json else "")
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[Callable[[str], None] | None]:
-    """What goes on, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("planning") as status:
-        yield status.update
+    say(json.dumps(report.to_dict()) if as_json else render_memory(report), end="\n" if as_json else "")

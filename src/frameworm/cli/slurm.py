@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.output import say
 from frameworm.config.load import load_config
 from frameworm.errors import EnvironmentSetupError
 
@@ -84,11 +85,11 @@ def slurm(
     if submit:
         raise typer.Exit(_submit(job, script, out, as_json))
     if as_json:
-        print(json.dumps({"script": script, "file": None if out is None else str(out), **_shape(job)}))
+        say(json.dumps({"script": script, "file": None if out is None else str(out), **_shape(job)}))
     elif out is None:
-        print(script, end="")
+        say(script, end="")
     else:
-        print(f"wrote {out}: {_words(job)}\nsubmit it with: sbatch {out}")
+        say(f"wrote {out}: {_words(job)}\nsubmit it with: sbatch {out}")
 
 
 def _command_of(arguments: list[str]) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def _submit(job: SlurmJob, script: str, out: Path | None, as_json: bool) -> int:
 
     def on_text(text: str) -> None:
         if not as_json:
-            print(text, end="", flush=True)
+            print(text, end="", flush=True)  # as the job writes it
 
     try:
         end = follow(job_id, on_state, on_text)
@@ -157,9 +158,9 @@ def _submit(job: SlurmJob, script: str, out: Path | None, as_json: bool) -> int:
     if as_json:
         result = {"job_id": job_id, "state": end.state, "exit_code": end.exit_code, "restarts": end.restarts}
         log = None if end.log is None else str(end.log)
-        print(json.dumps({**result, "log": log, "file": None if out is None else str(out), **_shape(job)}))
+        say(json.dumps({**result, "log": log, "file": None if out is None else str(out), **_shape(job)}))
     return end.exit_code
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, file=sys.stderr, flush=True)

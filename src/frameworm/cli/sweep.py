@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.output import say, telling
 from frameworm.config.load import load_config
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def scale(
     if allocation is not None and len(allocation.hosts) == 1:
         allocation = None  # this machine is the host
     plan = SweepPlan(loaded, sizes, "weak" if weak else "strong", repeats, tuple(settings))
-    with _telling() as tell:
+    with telling("scale") as tell:
         result = run_sweep(
             plan,
             out or Path("scaling") / loaded.name,
@@ -69,23 +68,11 @@ def scale(
             warmup=warmup,
             allocation=allocation,
             per_host=nproc_per_node,
-            tell=tell,
+            tell=tell or (lambda text: say(text, file=sys.stderr, flush=True)),
         )
     _show(result, as_json)
     if result.failed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """What goes on: a line that changes on a terminal, plain lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("scale") as status:
-        yield status.update
 
 
 def _show(result: SweepResult, as_json: bool) -> None:
@@ -93,13 +80,13 @@ def _show(result: SweepResult, as_json: bool) -> None:
     from frameworm.tune.sweep.run import RESULT_NAME
 
     if as_json:
-        print((result.out / RESULT_NAME).read_text(encoding="utf-8"), end="")
+        say((result.out / RESULT_NAME).read_text(encoding="utf-8"), end="")
     else:
-        print(render_analysis(result.analysis), end="")
+        say(render_analysis(result.analysis), end="")
         for note in result.notes:
-            print(f"note        {note}")
+            say(f"note        {note}")
         for item in result.collection.excluded:
-            print(f"{item.kind}: {item.run}: {item.reason}")
-        print(f"\n{len(result.files) + 1} files in {result.out}: {RESULT_NAME}, report.html, ...")
+            say(f"{item.kind}: {item.run}: {item.reason}")
+        say(f"\n{len(result.files) + 1} files in {result.out}: {RESULT_NAME}, report.html, ...")
     for run in result.failed:
-        print(f"frameworm: {run.folder} failed: {run.reason} (see {result.out / run.folder}.log)", file=sys.stderr)
+        say(f"frameworm: {run.folder} failed: {run.reason} (see {result.out / run.folder}.log)", file=sys.stderr)

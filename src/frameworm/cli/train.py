@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 
 import typer
 
+from frameworm.cli.output import log_to_screen, say
 from frameworm.config.load import load_config
 from frameworm.errors import EnvironmentSetupError
 
@@ -154,7 +154,7 @@ def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str 
             if leads:
                 _show(stop.record, as_json)
                 folder = getattr(stop.record, "run_dir", None)
-                print(f"{stop}\nresume with: {_resume_command(sys.argv[1:], str(folder))}", file=sys.stderr)
+                say(f"{stop}\nresume with: {_resume_command(sys.argv[1:], str(folder))}", file=sys.stderr)
             cleanup()
             return stop.exit_code
         if leads:
@@ -180,17 +180,7 @@ def _show(record: object, as_json: bool) -> None:
     from frameworm.report.run.text import render_text
 
     assert isinstance(record, RunRecord)
-    print(json.dumps(record.to_dict()) if as_json else render_text(record), flush=True)
-
-
-def log_to_screen(leads: bool) -> None:
-    """What the engine has to say goes to the screen, once for all ranks."""
-    log = logging.getLogger("frameworm")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO if leads else logging.ERROR)
-    log.propagate = False
+    say(json.dumps(record.to_dict()) if as_json else render_text(record), flush=True)
 
 
 def evaluate(
@@ -207,10 +197,10 @@ def evaluate(
     log_to_screen(True)
     step, result = evaluate_run(run, settings)
     if as_json:
-        print(json.dumps({"run": str(run), "step": step, **result._asdict()}))
+        say(json.dumps({"run": str(run), "step": step, **result._asdict()}))
         return
     accuracy = "" if result.accuracy is None else f"  accuracy {result.accuracy:.2%}"
-    print(f"{run}, step {step}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
+    say(f"{run}, step {step}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
 
 
 def runs(
@@ -240,10 +230,10 @@ def runs(
             }
         )
     if as_json:
-        print(json.dumps(rows))
+        say(json.dumps(rows))
         return
     if not rows:
-        print(f"no runs in {root}")
+        say(f"no runs in {root}")
         return
     table = [("run", "status", "steps", "train loss", "accuracy", "samples/s")]
     for row in rows:
@@ -260,7 +250,7 @@ def runs(
     # Never cut to the terminal's width: half a path cannot be copied.
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
 def _cell(value: object, form: str) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
 import typer
 
+from frameworm.cli.output import say, telling
 from frameworm.cli.scale import parse_size
 from frameworm.cli.train import number_or_auto
 from frameworm.config.load import load_config
@@ -69,7 +68,7 @@ def batch_size(
     from frameworm.report.tune.batch_size import render_batch_size
     from frameworm.tune.batch_size.search import BatchSizeFinder
 
-    with _telling() as tell:
+    with telling("batch size") as tell:
         report = BatchSizeFinder(
             loaded,
             world_size=world_size,
@@ -81,22 +80,10 @@ def batch_size(
             speed=speed,
             tell=tell,
         ).run()
-    print(json.dumps(report.to_dict()) if as_json else render_batch_size(report), end="\n" if as_json else "")
+    say(json.dumps(report.to_dict()) if as_json else render_batch_size(report), end="\n" if as_json else "")
     if not report.verified:
         smallest_failed = any(trial.micro_batch == 1 and not trial.fits for trial in report.trials)
         raise typer.Exit(1 if smallest_failed else INCONCLUSIVE)
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[Callable[[str], None] | None]:
-    """What goes on, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("batch size") as status:
-        yield status.update
 
 
 def tune(
@@ -154,11 +141,11 @@ def tune(
             tell=tell,
         )
     if as_json:
-        print((folder / "tune.json").read_text(encoding="utf-8"), end="")
+        say((folder / "tune.json").read_text(encoding="utf-8"), end="")
     else:
         _show_tuned(result.to_json(), str(folder / BEST_NAME))
     if result.baseline.failure is not None:
-        print(f"frameworm: {result.stopped}; what it said is in {result.baseline.details.get('log')}", file=sys.stderr)
+        say(f"frameworm: {result.stopped}; what it said is in {result.baseline.details.get('log')}", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -193,5 +180,5 @@ def _show_tuned(result: dict[str, Any], best: str) -> None:
 
     tried = attempts_table(result, without=("accepted", "skipped"))
     if tried:
-        print(tried)
-    print(waterfall(result, best), end="")
+        say(tried)
+    say(waterfall(result, best), end="")

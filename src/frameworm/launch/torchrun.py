@@ -28,6 +28,7 @@ from frameworm.launch.failures import FirstCause, WorkerFailure, first_cause, wo
 from frameworm.launch.plan import LaunchPlan
 from frameworm.launch.rendezvous import make_rendezvous
 from frameworm.launch.stores import first_line
+from frameworm.records.printable import printable
 
 _STOP_CODES = {signal.SIGINT: 130}  # every other signal that ends us is a preemption
 _PREEMPTED = 75
@@ -266,4 +267,4 @@ def _stopping(exit_codes: Iterable[int | None]) -> bool:
 def _report(text: str | None) -> None:
     if text is not None:
         sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)

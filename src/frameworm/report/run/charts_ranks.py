@@ -103,7 +103,7 @@ def rank_chart(bars: Sequence[RankBar]) -> Markup:
     shapes = []
     for row, bar in enumerate(bars):
         top = row * _ROW + 4
-        shapes.append(f'<text x="{_LEFT - 6}" y="{top + 16}" text-anchor="end">rank {bar.rank}</text>')
+        shapes.append(f'<text x="{_LEFT - 6}" y="{top + 16}" text-anchor="end">rank {escape(bar.rank)}</text>')
         for part in bar.parts:
             text = f"rank {bar.rank}: {part.label} {tables.seconds(part.length_s)}"
             shapes.append(_box(scale, phase_class(part.name), part.start_s, part.length_s, top, text))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from frameworm.records.events import Listener
+from frameworm.records.printable import printable
 from frameworm.records.schema import PHASES, EpochRecord, RunRecord, StepRecord
 from frameworm.report.kit.tables import number, plain, seconds
 
@@ -117,7 +118,7 @@ class ProgressLine(Listener):
         if self._live is not None:
             self._live.say(text)
         else:
-            print(text, file=self._stream, flush=True)
+            print(printable(text), file=self._stream, flush=True)
 
 
 class Live:
@@ -160,7 +161,7 @@ class Live:
 
     def say(self, text: str) -> None:
         """Write a line above it."""
-        self._progress.console.print(text, highlight=False)
+        self._progress.console.print(printable(text), highlight=False, markup=False)
 
     def stop(self) -> None:
         """Take it away."""

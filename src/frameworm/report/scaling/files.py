@@ -7,6 +7,7 @@ import io
 import unicodedata
 from collections.abc import Iterator
 
+from frameworm.records.printable import csv_cell
 from frameworm.report.scaling.table import LOSSES, Configuration, DatasetTable, Measure, Row, ScalingReport
 from frameworm.report.scaling.text import warmup_text
 
@@ -77,14 +78,14 @@ def _csv_row(dataset: DatasetTable, configuration: Configuration, row: Row) -> d
         "serial_fraction": row.serial_fraction,
         "cause": row.cause,
         "recommendation": row.recommendation,
-        "run_folders": ";".join(row.runs),
+        "run_folders": ";".join(str(csv_cell(run)) for run in row.runs),
     }
     for name in _MEASURES:
         measure: Measure | None = getattr(row, name)
         if measure is not None:
             values |= {name: measure.mean, f"{name}_low": measure.low, f"{name}_high": measure.high}
     values |= {f"lost_to_{name}": row.losses.get(name) for name in LOSSES}
-    return {name: "" if value is None else value for name, value in values.items()}
+    return {name: "" if value is None else csv_cell(value) for name, value in values.items()}
 
 
 TEX_COLUMNS = (

@@ -98,5 +98,5 @@ def plain_number(value: float, _: Any = None) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """The text, cut to so many letters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """The text, cut to so many letters; a dollar sign in a name begins no formula."""
+    return (text if len(text) <= most else text[: most - 1] + "…").replace("$", r"\$")

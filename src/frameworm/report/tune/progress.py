@@ -101,7 +101,7 @@ class TuneProgress:
             status = "to be proved" if _is_open(item) else item["status"]
             told = "" if item["reason"] is None else _short(item["reason"])
             label = plain(_short(item["label"], _LONGEST_LABEL))
-            table.add_row(label, Text(status, style=_COLOURS.get(item["status"], "")), plain(told))
+            table.add_row(Text(label), Text(plain(status), style=_COLOURS.get(item["status"], "")), Text(plain(told)))
         return Group(head, Text(self._best()), table)
 
     def _best(self) -> str:
