@@ -35,6 +35,7 @@ from message_cases import (
     trainer,
 )
 
+from frameworm import Config
 from frameworm.distributed import cleanup, setup_ddp
 from frameworm.errors import FramewormError
 from frameworm.launch.environment import own_command
@@ -593,3 +594,125 @@ def test_merge_keys_in_a_stored_config_are_not_expanded(command: CommandLine, ru
     command(*arguments_of(verb, runs))  # so that imports do not count
     (runs / "after" / "config.yaml").write_text(_nested_merges(7))
     _answers(command, *arguments_of(verb, runs), limit_s=3.0)
+
+
+# Further ways of the same kinds
+
+
+def test_a_run_goes_on_where_only_its_folder_or_latest_is_a_link(runs: Path) -> None:
+    """As users set them: the run on another disk, and `latest` as other tools have it."""
+    (runs / "linked").symlink_to(runs / "after")
+    latest = runs / "after" / "checkpoints" / "latest"
+    name = latest.read_text().strip()
+    latest.unlink()
+    latest.symlink_to(name)
+    _go_on(runs / "linked", keep=1)
+    assert _names(runs / "after" / "checkpoints") == ["latest", f"step-{STEPS + 24:08d}"]
+    assert latest.read_text() == f"step-{STEPS + 24:08d}\n"
+
+
+def test_a_folder_in_a_draft_does_not_keep_a_checkpoint_from_being_made(runs: Path) -> None:
+    (runs / "after" / "checkpoints" / f".step-{STEPS + 24:08d}.tmp" / "in the way").mkdir(parents=True)
+    _go_on(runs / "after", keep=1)
+    assert _names(runs / "after" / "checkpoints") == ["latest", f"step-{STEPS + 24:08d}"]
+
+
+@pytest.mark.parametrize("name", ["steps-rank0.jsonl", "epochs.csv", "tensorboard", "checkpoints/.step-00000099.tmp"])
+def test_a_run_with_a_link_in_the_place_of_its_files_is_refused(runs: Path, victim: Path, name: str) -> None:
+    path = runs / "after" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    assert f"{path.name} is a link" in refusal(lambda: _go_on(runs / "after"))
+    assert victim.read_bytes() == b"words\n"
+
+
+@pytest.mark.parametrize("linked", ["runs", "runs/ws0001-run01"])
+def test_a_sweep_removes_nothing_behind_a_link(command: CommandLine, tmp_path: Path, linked: str) -> None:
+    few = ["--set", "gpu.device=cpu", "--world-sizes", "1", "--repeats", "1", "--out", "sweep"]
+    precious = tmp_path / "elsewhere" / "ws0001-run01" / "checkpoints" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("three weeks of work\n")
+    (tmp_path / "sweep" / linked).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "sweep" / linked).symlink_to(tmp_path / "elsewhere")
+    ended = command("scale", "--config", QUICKSTART, *few, limit_s=60)
+    assert ended.code == 2
+    assert "is a link" in ended.stderr
+    assert precious.exists()
+
+
+def test_a_search_writes_nothing_through_links_in_its_folder(tmp_path: Path) -> None:
+    from frameworm.tune.search.journal import Journal
+    from frameworm.tune.trials.runner import TrialRunner
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "victim").write_text("words\n")
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "journal.jsonl").symlink_to(tmp_path / "victim")
+    assert "journal.jsonl" in refusal(lambda: Journal(tmp_path / "search", "start").begin("trial", "1", "as it is"))
+    (tmp_path / "search" / "trials").symlink_to(tmp_path / "elsewhere")
+    runner = TrialRunner(tmp_path / "search")
+    assert "trials is a link" in refusal(
+        lambda: runner._live(Config(), tmp_path / "search" / "trials" / "1", deadline=0.0)
+    )
+    assert (tmp_path / "victim").read_text() == "words\n"
+    assert _names(tmp_path / "elsewhere") == []
+
+
+def test_a_token_cache_of_others_leads_nowhere_and_holds_no_addresses(tmp_path: Path, victim: Path) -> None:
+    import numpy as np
+
+    from frameworm.data.corpora.cache import TokenCache, open_store, write_store
+
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "index.lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"), TokenCache(tmp_path / "cache").lock("index"):
+        pass
+    assert victim.read_bytes() == b"words\n"
+    store = tmp_path / "store"
+    store.mkdir()
+    write_store(store, {"vocab_size": 9}, lambda writer: writer.append([np.arange(8)]))
+    (store / "meta.json").write_text((store / "meta.json").read_text().replace('"uint16"', '"object"'))
+    with pytest.raises(ValueError, match="does not describe a token store"):
+        open_store(store)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(command: CommandLine, runs: Path, name: str) -> None:
+    for step in (runs / "after" / "checkpoints").glob("step-*"):
+        (step / name).unlink()
+        os.mkfifo(step / name)
+    assert command("export", runs / "after", "--out", "model.safetensors").code == 2
+
+
+def test_a_deeply_nested_trace_is_answered_in_words(command: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('{"traceEvents": [' + "[" * 100_000)
+    command.refuses("diagnose", tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' * 5_000, "a: &a [*a, *a]\n", "!!python/object/apply:os.abort []"]
+)
+def test_a_hostile_config_in_a_run_ends_no_command(command: CommandLine, runs: Path, text: str) -> None:
+    (runs / "after" / "config.yaml").write_text(text)
+    for verb in ("diagnose", "guard", "compare", "runs", "report"):
+        _answers(command, *arguments_of(verb, runs))
+    assert command("evaluate", runs / "after").code == 2
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "guard", "compare", "runs", "report"])
+def test_numbers_that_no_float_can_hold_end_no_command(command: CommandLine, runs: Path, verb: str) -> None:
+    _only(verb, runs)
+    summary = runs / "after" / "summary.json"
+    summary.write_text(summary.read_text().replace(f'"steps": {STEPS}', f'"steps": {"9" * 400}'))
+    _answers(command, *arguments_of(verb, runs))
+
+
+def test_a_name_with_a_dollar_sign_is_drawn_as_it_stands(command: CommandLine, runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    shutil.rmtree(runs / "before")
+    config = runs / "after" / "config.yaml"
+    text = config.read_text().replace("name: run", "name: '$\\frac{'")
+    config.write_text(text.replace("workload: text_classifier", "workload: 'own:build'"))
+    ended = command(*arguments_of("report", runs), limit_s=120)
+    assert "Traceback" not in ended.stderr
+    assert list((runs.parent / "plots").glob("*.png"))

@@ -55,8 +55,8 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise RunFolderError(
-            f"{path} is a link, and nothing is written through links in a folder that goes on: replace it by what it "
-            "leads to, or give another folder"
+            f"{path} is a link, and frameworm writes through no link inside a folder of its own: put what it points to "
+            "in its place, or use another folder"
         )
 
 
