@@ -71,6 +71,7 @@ def _train(folder: Path, planted: str, monkeypatch: pytest.MonkeyPatch) -> list[
         device="cpu",
         run_dir=folder,
         every_steps=1 if planted == "checkpoint" else 1000,
+        when_busy="wait",
     )
     loader = SlowLoader(classification(4 * STEPS), batch_size=4)
     loader.wait_s = wait_in("data_wait")

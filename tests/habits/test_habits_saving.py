@@ -203,26 +203,22 @@ def test_the_last_state_is_saved_however_slow_storage_is(slow_run: SlowRun, tmp_
     assert [step.step for step in steps.records] == list(range(STEPS + 1, 2 * STEPS + 1))
 
 
-@wrong_today("a save waits until the one before it is durable, and so does training")
 def test_training_does_not_wait_for_slow_storage(slow_run: SlowRun) -> None:
     assert slow_run.steps_s < SYNC_S, f"{STEPS} steps without work took {slow_run.steps_s:.1f} s"
 
 
-@wrong_today("no summary tells how much work a crash could have cost")
 def test_the_largest_gap_between_checkpoints_is_reported(slow_run: SlowRun) -> None:
     summary = slow_run.summary
     assert "gap" in " ".join([*summary["checkpoint"], *summary["notes"]])
 
 
 @pytest.mark.parametrize("choice", ["skip", "wait"])
-@wrong_today("there is no such setting")
 def test_what_a_save_does_while_storage_is_busy_can_be_set(choice: str) -> None:
     made = outcome(lambda: trainer(linear(), when_busy=choice))
     assert not isinstance(made, Exception), made
     assert made.config.checkpoint.when_busy == choice
 
 
-@wrong_today("there is no such setting, and training waits")
 def test_a_save_is_skipped_while_storage_is_busy_unless_set_otherwise() -> None:
     assert getattr(Config().checkpoint, "when_busy", None) == "skip"
 
@@ -280,20 +276,17 @@ def python_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@wrong_today("it says text_classifier, the default of the config file")
 def test_the_config_of_a_python_run_says_that_it_is_one(python_runs: Path) -> None:
     assert yaml.safe_load((python_runs / "narrow" / "config.yaml").read_text())["workload"] == "python"
 
 
 @pytest.mark.slow
-@wrong_today("neither is written down")
 @pytest.mark.parametrize("fact", ["own_training.py", "Narrow"])
 def test_the_config_of_a_python_run_names_its_script_and_model(fact: str, python_runs: Path) -> None:
     assert fact in (python_runs / "narrow" / "config.yaml").read_text()
 
 
 @pytest.mark.slow
-@wrong_today("it trains the built-in text classifier instead")
 def test_training_by_the_config_of_a_python_run_is_explained(cli: Cli, python_runs: Path, tmp_path: Path) -> None:
     small = ("training.max_steps=1", "data.limit=32")
     done = completed(
@@ -308,7 +301,6 @@ def test_training_by_the_config_of_a_python_run_is_explained(cli: Cli, python_ru
 
 
 @pytest.mark.slow
-@wrong_today("it looks for the weights of the built-in text classifier")
 def test_evaluating_a_python_run_is_explained(cli: Cli, python_runs: Path) -> None:
     done = completed(cli, "evaluate", python_runs / "narrow")
     assert done.returncode == 2
@@ -317,7 +309,6 @@ def test_evaluating_a_python_run_is_explained(cli: Cli, python_runs: Path) -> No
 
 
 @pytest.mark.slow
-@wrong_today("all of them are runs of the data set `generated` and of one model")
 def test_a_report_keeps_python_runs_of_different_models_apart(cli: Cli, python_runs: Path, tmp_path: Path) -> None:
     done = completed(cli, "report", "--root", python_runs, "--out", tmp_path / "plots", "--json")
     report = json.loads(done.stdout)

@@ -42,6 +42,10 @@ class CheckpointConfig(Section):
     mode: Literal["async", "sync"] = Field(
         default="async", description="Write in a process beside training, or pause for it."
     )
+    when_busy: Literal["skip", "wait"] = Field(
+        default="skip",
+        description="A save that comes due before the last one is durable: put it off until then, or wait.",
+    )
     dir: Annotated[str | None, OffNone] = Field(
         default=None,
         description="A folder on faster storage (may be in memory) that files are written to before they are moved to "

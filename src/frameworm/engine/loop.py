@@ -12,7 +12,7 @@ import torch
 from frameworm.config.schema import CheckpointConfig, EarlyStopConfig
 from frameworm.data.steps import StepBatch, StepSource
 from frameworm.engine.checkpoint.progress import among_best
-from frameworm.engine.checkpoint.timed_saves import TimedSaves
+from frameworm.engine.checkpoint.timed_saves import SaveTurns, TimedSaves
 from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.faults.bad_numbers import BadNumbers
 from frameworm.engine.faults.spikes import SpikeWatch
@@ -47,12 +47,14 @@ class BeforeStep:
         prepare: Called with the number of the step.
         gate: Where a step may have to wait.
         timed_saves: Whether a checkpoint is due by the clock.
+        save_turns: Whether storage is free for the next checkpoint; None: saves wait for it.
     """
 
     agreement: StopAgreement
     prepare: Callable[[int], None] | None = None
     gate: Gate | None = None
     timed_saves: TimedSaves | None = None
+    save_turns: SaveTurns | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ class TrainingLoop:
             self._state.forget_epoch_start()
             best = self._limits.keep_best
             if best is not None and among_best(progress.epochs, best.metric, best.keep_best):
+                # It waits for storage: one step later it would be another model.
                 self._look(self._spikes)
-                self._save(again=True)
+                self._start_save(again=True)
         progress.finished = True
         return "completed"
 
@@ -146,7 +149,7 @@ class TrainingLoop:
         mark, end_step, run = clock.mark, clock.end_step, self._step.run
         before, spikes = self._before, self._spikes
         stop_before, prepare = before.agreement.stop_before, before.prepare
-        gate, timed = before.gate, before.timed_saves
+        gate, timed, turns = before.gate, before.timed_saves, before.save_turns
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         group = update.optimizer.param_groups[0]
@@ -166,9 +169,10 @@ class TrainingLoop:
                     return "completed"
                 self._start_clock()
                 fresh = True
-            if timed is not None and timed.due(number):
+            owed = turns is not None and turns.due(number)
+            if (timed is not None and timed.due(number) and (turns is None or turns.admit())) or owed:
                 self._look(spikes)
-                self._save(self._drain)
+                self._start_save(self._drain)
                 mark(CHECKPOINT)
             last = progress.step_in_epoch + 1 == length or number == max_steps
             if last:
@@ -206,13 +210,18 @@ class TrainingLoop:
                 self._deliver(finished)
             if ranks is not None:
                 self._tell(ranks.after_step(number))
-            saves = save_every is not None and number % save_every == 0
+            saves = save_every is not None and number % save_every == 0 and (turns is None or turns.admit())
             if spikes is not None and (saves or spikes.due(number)):
                 self._look(spikes)
             if saves:
-                self._save(self._drain)
+                self._start_save(self._drain)
                 mark(CHECKPOINT)
         return None
+
+    def _start_save(self, settle: Callable[[], None] = lambda: None, *, again: bool = False) -> None:
+        self._save(settle, again=again)
+        if self._before.save_turns is not None:
+            self._before.save_turns.started()
 
     def _out_of_steps(self) -> bool:
         return self._limits.max_steps is not None and self.progress.step >= self._limits.max_steps

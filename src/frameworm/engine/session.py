@@ -11,7 +11,7 @@ from frameworm.data.samples.skipping import describe
 from frameworm.data.steps import close_loader
 from frameworm.engine.builders import begin_record, build_protection, build_step, open_run, prepare_model
 from frameworm.engine.checkpoint.load import load_newest
-from frameworm.engine.checkpoint.timed_saves import make_timed_saves
+from frameworm.engine.checkpoint.timed_saves import make_save_turns, make_timed_saves
 from frameworm.engine.job import Job
 from frameworm.engine.loop import AfterStep, BeforeStep, Limits, Requests, TrainingLoop
 from frameworm.engine.model.processors import host_layers, quick_turns
@@ -53,7 +53,8 @@ class TrainingSession:
 
     def _make_loop(self) -> TrainingLoop:
         job, parts, protection = self._job, self._parts, self._protection
-        training, checkpoint, saves = job.config.training, job.config.checkpoint, self._store is not None
+        training, checkpoint, store = job.config.training, job.config.checkpoint, self._store
+        saves = store is not None
         return TrainingLoop(
             parts.step,
             job.train,
@@ -71,6 +72,7 @@ class TrainingSession:
                 watched(parts.gradients, protection.guard.before_step),
                 job.gate,
                 make_timed_saves(checkpoint, protection.agreement) if saves else None,
+                None if store is None else make_save_turns(checkpoint, store, protection.agreement),
             ),
             AfterStep(self._output.events, parts.ranks, protection.bad_numbers, protection.spikes),
             Requests(self._save, self._sum_over_ranks, None if job.validation is None else self._validate),
@@ -103,6 +105,8 @@ class TrainingSession:
                 every, total = self._job.config.checkpoint.every_steps, self.total_steps
                 if self._store is not None and every is not None and (total is None or every < total):
                     self._store.get_ready()
+                if self._store is not None:
+                    self._store.begin(self._state.progress.step)
                 events.on_run_start(self.record)
                 recorder = self._model.recorder
                 with on_stream(None if recorder is None else recorder.stream):
@@ -203,7 +207,7 @@ class TrainingSession:
             world_sums=sums,
             communicated_bytes=self._job.strategy.communicated_bytes(self._job.model),
             device=self._job.strategy.device,
-            checkpoint=CheckpointStatistics() if store is None else store.statistics(),
+            checkpoint=CheckpointStatistics() if store is None else store.statistics(self._state.progress.step),
             wall_s=perf_counter() - self._began,
             ranks=parts.ranks,
         )

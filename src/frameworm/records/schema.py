@@ -135,6 +135,8 @@ class Quality:
 class CheckpointStatistics:
     count: int = 0
     stall_s: float | None = None
+    largest_gap_steps: int | None = None  # between two checkpoints, or from the start to the first
+    largest_gap_s: float | None = None
 
 
 @dataclass(slots=True)

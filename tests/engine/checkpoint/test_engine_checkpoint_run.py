@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from workbench import classification, mlp, parameters
 
-from frameworm import Trainer
+from frameworm import Callback, Trainer
 from frameworm.cli.main import app
 from frameworm.config.schema import CheckpointConfig, Config
 from frameworm.engine.checkpoint.load import list_checkpoints
 from frameworm.engine.checkpoint.progress import among_best
-from frameworm.engine.checkpoint.timed_saves import TimedSaves
+from frameworm.engine.checkpoint.store import CheckpointStore
+from frameworm.engine.checkpoint.timed_saves import SaveTurns, TimedSaves
+from frameworm.engine.checkpoint.writer_client import Writer
 from frameworm.engine.export import export_weights
 from frameworm.engine.settings import apply_settings
 from frameworm.errors import CheckpointError, RunFolderError, TrainingPreemptedError
@@ -121,6 +124,98 @@ def test_ranks_save_by_the_clock_after_the_same_steps(run_ranks: Callable[..., A
         assert len(stored.read().ranks) == 2
 
 
+def test_a_save_that_is_put_off_starts_when_storage_is_free() -> None:
+    busy, now, late = [False], [0.0], []
+    turns = SaveTurns(lambda: busy[0], StopAgreement(StopRequest(), None, 0, 1), late.append, lambda: now[0])
+    saved = []
+    for step in range(1, 13):
+        now[0] += 1.0
+        busy[0] = step in (5, 6, 7)
+        if turns.due(step):
+            saved.append(step - 1)
+            turns.started()
+        if step in (4, 5, 12) and turns.admit():  # due after these steps; storage is busy until after step 7
+            saved.append(step)
+            turns.started()
+    assert saved == [4, 7, 12]
+    assert late == [3.0]
+
+
+class _Beside(Callback):
+    """Takes as long for a step as storage on one of the ranks takes for a fifth of a checkpoint."""
+
+    def on_step(self, step: Any) -> None:
+        time.sleep(0.02)
+
+
+def _on_slow_storage(rank: int, world_size: int, folder: str) -> tuple[list[int], Any, float]:
+    saves = CheckpointStore.save
+    taken: list[int] = []
+
+    def save(self: CheckpointStore, step: int, *args: Any, **more: Any) -> None:
+        taken.append(step)
+        saves(self, step, *args, **more)
+
+    CheckpointStore.save = save  # type: ignore[method-assign]
+    perform = Writer.perform
+
+    def slow(self: Writer, *args: Any) -> Any:
+        time.sleep(0.1 * rank)
+        return perform(self, *args)
+
+    Writer.perform = slow  # type: ignore[method-assign]
+    _, record = _train(Path(folder), epochs=4, every_steps=2, keep=50, callbacks=[_Beside()])
+    return taken, record.checkpoint, record.checkpoint.stall_s
+
+
+@pytest.mark.slow
+def test_ranks_put_off_the_same_saves(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ranks = run_ranks(_on_slow_storage, 2, (str(tmp_path / "run"),))
+    taken, statistics, _ = ranks[0]
+    assert ranks[1][0] == taken, "storage is slow on one rank only"
+    assert _steps(tmp_path / "run") == taken
+    assert taken[-1] == 16, "the last state is never left out"
+    assert 3 <= len(taken) < 8
+    assert statistics.largest_gap_steps == max(after - before for before, after in zip([0, *taken], taken)) > 2
+    assert statistics.largest_gap_s > 0.05
+    for stored in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        assert len(stored.read().ranks) == 2
+
+
+def test_the_best_epoch_is_saved_as_it_was_however_slow_storage_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perform = Writer.perform
+
+    def slow(self: Writer, *args: Any) -> Any:
+        time.sleep(0.2)
+        return perform(self, *args)
+
+    monkeypatch.setattr(Writer, "perform", slow)
+    _, record = _train(tmp_path / "run", epochs=3, every_steps=2, keep=1, keep_best=1)
+    losses = [epoch.val_loss for epoch in record.epochs]
+    done = export_weights(tmp_path / "run", tmp_path / "best.safetensors", which="best")
+    assert done.step == 8 * (1 + losses.index(min(losses)))
+
+
+def test_the_gap_to_the_end_counts_where_the_last_checkpoint_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from frameworm.engine.checkpoint import rank_writer as share_writing
+
+    write, calls = share_writing.write_file, [0]
+
+    def once(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise OSError(28, "No space left on device")
+        return write(*args, **more)
+
+    monkeypatch.setattr(share_writing, "write_file", once)
+    _, record = _train(tmp_path / "run", every_steps=4, mode="sync")
+    assert (record.checkpoint.count, record.checkpoint.largest_gap_steps) == (1, 12)
+
+
 class _TermInBackward(nn.Module):
     """Gets the signal in the middle of a step's micro-batches."""
 
@@ -163,7 +258,7 @@ def test_compression_alone_is_that_of_gradients() -> None:
 
 
 def test_export_writes_what_was_trained(tmp_path: Path) -> None:
-    trained, _ = _train(tmp_path / "run", every_steps=5)
+    trained, _ = _train(tmp_path / "run", every_steps=5, when_busy="wait")
     out = tmp_path / "sub" / "model.safetensors"
     done = export_weights(tmp_path / "run", out)
     assert (done.step, done.tensors, done.size_bytes) == (16, 4, out.stat().st_size)

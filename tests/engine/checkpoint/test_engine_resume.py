@@ -88,6 +88,7 @@ def _train(
         run_dir=folder,
         mixed_precision=precision,
         every_steps=every_steps,
+        when_busy="wait",
         clip_norm=0.5,
         device="cpu",
     )

@@ -211,7 +211,7 @@ class Spoil:
 def test_a_jump_is_told_or_undone(tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     model.register_forward_pre_hook(Spoil(model, 70))
-    run = trainer(model, tmp_path / "run", on_spike=mode, every_steps=20, clip_norm=0.1)
+    run = trainer(model, tmp_path / "run", on_spike=mode, every_steps=20, when_busy="wait", clip_norm=0.1)
     record = run.train(loader(classification(400)), epochs=1)
     losses = [step.loss for step in read_steps(tmp_path / "run/steps-rank0.jsonl")]
     assert len(losses) == 100, "no step is missing, none there twice"

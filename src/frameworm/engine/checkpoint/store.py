@@ -52,6 +52,7 @@ def _nothing() -> None:
 class _Job:
     number: int
     step: int
+    taken_at: float
     snapshot: Snapshot
 
 
@@ -103,7 +104,21 @@ class CheckpointStore:
         self._freed = False
         self._stuck = False
         self._waited_s = 0.0
+        self._gave_up = False
         self._closed = False
+        self._stored: tuple[int, float] | None = None  # the step that can be gone back to, and when it was
+        self._gap_steps, self._gap_s = 0, 0.0
+
+    def begin(self, step: int) -> None:
+        """Training starts after this step; a gap is measured from here to the first checkpoint."""
+        self._stored = step, perf_counter()
+
+    def is_busy(self) -> bool:
+        """Whether a save would have to wait for the one before it."""
+        if self._staging_free.acquire(blocking=False):  # only the thread that trains takes it
+            self._staging_free.release()
+            return False
+        return True
 
     def save(
         self,
@@ -135,11 +150,11 @@ class CheckpointStore:
 
         number = self._rounds
         self._rounds += 1
-        if not self._room():
+        if not self._room(last):
             capture(None, settled)
             self._skip(number, step)
         else:
-            job = _Job(number, step, capture(self._staging, settled))
+            job = _Job(number, step, perf_counter(), capture(self._staging, settled))
             if last and self._thread is None:
                 self._writer.stay_here()  # a process for this one alone would only take time to start
             if self._writer.beside:
@@ -149,23 +164,33 @@ class CheckpointStore:
                 self._write(job)
         self.stall_s += perf_counter() - begin - waited_s
 
-    def _room(self) -> bool:
-        """Whether the memory for copies is free, or becomes so before long."""
+    def _room(self, last: bool) -> bool:
+        """Whether the memory for copies is free, or becomes so before long; the last save waits longer."""
         if self._staging_free.acquire(blocking=False):
             self._stuck = False
             return True
         begin = perf_counter()
-        # Once it has not come back in time, nobody waits again until it does.
-        found = self._staging_free.acquire(blocking=not self._stuck, timeout=None if self._stuck else PATIENCE_S)
+        # Once it has not come back in time, nobody waits again until it does, or until the training ends.
+        limit_s = _END_S if last else 0.0 if self._stuck else PATIENCE_S
+        found = self._staging_free.acquire(timeout=limit_s) if limit_s else False
         self._stuck = not found
         self._waited_s += perf_counter() - begin
-        if self._waited_s > _WORTH_SAYING_S:
-            self._note_once(
-                "storage takes longer to write a checkpoint than there is between two: training waits for it "
-                "(save more rarely, or set checkpoint.dir to faster storage)",
-                warn=True,
-            )
+        if self._waited_s > _WORTH_SAYING_S and not last:
+            self._note_slow_storage("training waits for it")
+        self._gave_up = last and not found
         return found
+
+    def was_put_off(self, late_s: float) -> None:
+        """A save began so much later than it was due, because storage was busy."""
+        if late_s > _WORTH_SAYING_S:
+            self._note_slow_storage("the next one starts when the last is durable")
+
+    def _note_slow_storage(self, what: str) -> None:
+        self._note_once(
+            f"storage takes longer to write a checkpoint than there is between two: {what} "
+            "(save more rarely, or set checkpoint.dir to faster storage)",
+            warn=True,
+        )
 
     def _skip(self, number: int, step: int) -> None:
         problem = f"an earlier one has been on its way to storage for more than {PATIENCE_S:g} s"
@@ -222,7 +247,7 @@ class CheckpointStore:
         """The training is over: wait for what is being written, and give everything back."""
         if self._closed:
             return
-        done = self.wait(limit_s)
+        done = self.wait(0.0 if self._gave_up else limit_s)
         self._closed = True
         if not done:
             self._conclude(None, f"storage has not taken it for {limit_s:g} s")
@@ -254,6 +279,8 @@ class CheckpointStore:
         finally:
             self._free()
         self._conclude(job.step, problem)
+        if problem is None:
+            self._measure_gap(job.step, job.taken_at)
 
     def _free(self) -> None:
         """The memory of the copies may hold the next snapshot.
@@ -318,6 +345,13 @@ class CheckpointStore:
         if self._reports.rank == 0:
             log.warning("%s; the one before it stays the latest, and training goes on", self.problem)
 
+    def _measure_gap(self, step: int, at: float) -> None:
+        """A crash between two checkpoints costs the steps since the first of them."""
+        if self._stored is not None:
+            self._gap_steps = max(self._gap_steps, step - self._stored[0])
+            self._gap_s = max(self._gap_s, at - self._stored[1])
+        self._stored = step, at
+
     def _note_once(self, text: str, *, warn: bool = False) -> None:
         # Figures in a note differ from save to save.
         if any(note[:30] == text[:30] for note in self.notes):
@@ -326,9 +360,13 @@ class CheckpointStore:
         if warn:
             log.warning("%s", text)
 
-    def statistics(self) -> CheckpointStatistics:
-        """For the summary."""
-        return CheckpointStatistics(self.count, self.stall_s if self.count else None)
+    def statistics(self, step: int) -> CheckpointStatistics:
+        """For the summary of a training that ended after this step."""
+        if not self.count:
+            return CheckpointStatistics()
+        if self._stored is not None and step > self._stored[0]:  # the last save failed
+            self._measure_gap(step, perf_counter())
+        return CheckpointStatistics(self.count, self.stall_s, self._gap_steps, self._gap_s)
 
     def all_notes(self) -> list[str]:
         """What the summary must say about checkpoints."""

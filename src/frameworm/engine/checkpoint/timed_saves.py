@@ -1,4 +1,4 @@
-"""Checkpoints by the clock: all ranks save after the same step."""
+"""Checkpoints by the clock, and checkpoints put off while storage is busy: all ranks save after the same step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from frameworm.config.schema import CheckpointConfig
+from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.launch.stopping import StopAgreement, StopRequest
 
 
@@ -39,6 +40,69 @@ class TimedSaves:
             return False
         self._begin()
         return True
+
+
+class SaveTurns:
+    """Puts a save off while storage is busy with the one before it.
+
+    Storage counts as busy from the start of a save until the ranks have agreed on a step at which it is free on all of
+    them. So each rank knows by itself, and at any step, what the others will do.
+
+    Args:
+        busy: Whether this rank's part of the last save is still under way.
+        agreement: How the ranks agree; its like is made for every save.
+        put_off: Told how many seconds a save was late.
+        now: A clock.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        agreement: StopAgreement,
+        put_off: Callable[[float], None] = lambda late_s: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._busy = busy
+        self._agreement = agreement
+        self._put_off = put_off
+        self._now = now
+        self._rounds = 0
+        self._round: StopAgreement | None = None  # how the ranks agree that storage is free; None: it is
+        self._request = StopRequest()
+        self._owed_since: float | None = None
+
+    def started(self) -> None:
+        """A save has begun, and holds the state of any save that was put off."""
+        if self._owed_since is not None:
+            self._put_off(self._now() - self._owed_since)
+        self._owed_since = None
+        self._request = StopRequest()
+        self._round = self._agreement.for_another(self._request, f"free-{self._rounds}")
+        self._rounds += 1
+
+    def admit(self) -> bool:
+        """Whether a save that is due may start; if not, `due` says when. The same on all ranks."""
+        if self._round is not None and self._owed_since is None:
+            self._owed_since = self._now()
+        return self._round is None
+
+    def due(self, step: int) -> bool:
+        """Whether to make up for a put-off save before this step; asked once before every step, the same everywhere."""
+        if self._round is None or (self._request.reason is None and self._busy()):
+            return False
+        self._request.ask("preempted")
+        if self._round.stop_before(step) is None:
+            return False
+        self._round = None
+        return self._owed_since is not None
+
+
+def make_save_turns(
+    settings: CheckpointConfig, store: CheckpointStore, agreement: StopAgreement
+) -> SaveTurns | None:
+    """What a config asks for; None where training waits for storage."""
+    skips = settings.when_busy == "skip" and settings.mode == "async"
+    return SaveTurns(store.is_busy, agreement, store.was_put_off) if skips else None
 
 
 def make_timed_saves(settings: CheckpointConfig, agreement: StopAgreement) -> TimedSaves | None:

@@ -210,7 +210,10 @@ def checkpoint_text(record: RunRecord) -> str:
     checkpoint = record.checkpoint
     if checkpoint.count == 0:
         return "none written"
-    return f"{checkpoint.count} written, stall {seconds(checkpoint.stall_s)}"
+    text = f"{checkpoint.count} written, stall {seconds(checkpoint.stall_s)}"
+    if checkpoint.largest_gap_steps is not None:
+        text += f", largest gap {checkpoint.largest_gap_steps:,} steps ({seconds(checkpoint.largest_gap_s)})"
+    return text
 
 
 def verdict_text(record: RunRecord) -> str | None:
