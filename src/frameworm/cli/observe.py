@@ -125,11 +125,11 @@ def _profile_config(
     trace: bool,
     as_json: bool,
 ) -> None:
-    from frameworm.config.load import load_config
+    from frameworm.config.load import load_runnable
 
     observed = [f"observe.nvtx={str(nvtx).lower()}"] if nvtx else []
     observed += ["observe.trace=window"] if trace else []
-    loaded = load_config(config, [f"training.max_steps={steps}", *observed, *settings])
+    loaded = load_runnable(config, [f"training.max_steps={steps}", *observed, *settings])
     from frameworm.launch.environment import detect
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import cleanup

@@ -173,9 +173,9 @@ def memory(
         _show_savings(params, gpus, memory_bytes, as_json)
         return
     assert config is not None
-    from frameworm.config.load import load_config
+    from frameworm.config.load import load_runnable
 
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     from frameworm.engine.memory.planner import MemoryPlanner
 
     with telling("planning") as tell:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.output import say
-from frameworm.config.load import load_config
+from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def slurm(
         raise EnvironmentSetupError(f"--launcher {launcher} is not one of torchrun, srun")
     from frameworm.launch.slurm import SlurmJob, batch_script
 
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     job = SlurmJob(
         config=str(config),
         name=loaded.name,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.output import say, telling
-from frameworm.config.load import load_config
+from frameworm.config.load import load_runnable
 
 if TYPE_CHECKING:
     from frameworm.tune.sweep.run import SweepResult
@@ -52,7 +52,7 @@ def scale(
     from frameworm.tune.sweep.plan import SweepPlan, parse_world_sizes
 
     sizes = parse_world_sizes(world_sizes)
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     from frameworm.launch.allocation import find_allocation
     from frameworm.tune.sweep.run import run_sweep
 

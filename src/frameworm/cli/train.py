@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 import typer
 
 from frameworm.cli.output import log_to_screen, say
-from frameworm.config.load import load_config
+from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def train(
 
     The same, started again up to three times after a failure: add --max-restarts 3
     """
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     from frameworm.launch.plan import plan_launch
 
     plan = plan_launch(
@@ -223,6 +223,7 @@ def runs(
             {
                 "run": str(folder.path),
                 "status": "unfinished" if record is None else record.status,
+                "workload": None if record is None else record.workload,
                 "steps": None if record is None else record.steps,
                 "train_loss": None if record is None else record.quality.train_loss,
                 "val_accuracy": None if record is None else record.quality.val_accuracy,
@@ -235,12 +236,13 @@ def runs(
     if not rows:
         say(f"no runs in {root}")
         return
-    table = [("run", "status", "steps", "train loss", "accuracy", "samples/s")]
+    table = [("run", "status", "workload", "steps", "train loss", "accuracy", "samples/s")]
     for row in rows:
         table.append(
             (
                 str(row["run"]),
                 str(row["status"]),
+                str(row["workload"] or ""),
                 _cell(row["steps"], ",d"),
                 _cell(row["train_loss"], ".4f"),
                 _cell(row["val_accuracy"], ".2%"),

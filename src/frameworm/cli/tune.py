@@ -13,7 +13,7 @@ import typer
 from frameworm.cli.output import say, telling
 from frameworm.cli.scale import parse_size
 from frameworm.cli.train import number_or_auto
-from frameworm.config.load import load_config
+from frameworm.config.load import load_runnable
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
@@ -63,7 +63,7 @@ def batch_size(
     from frameworm.tune.processes.forkserver import warm_up
 
     warm_up(["frameworm.cli.main"])  # imports torch while this process does
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.batch_size import render_batch_size
     from frameworm.tune.batch_size.search import BatchSizeFinder
@@ -117,7 +117,7 @@ def tune(
     from frameworm.tune.processes.forkserver import warm_up
 
     warm_up(["frameworm.tune.trials.live_rank", "frameworm.cli.main"])  # imports torch while this process does
-    loaded = load_config(config, settings)
+    loaded = load_runnable(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.progress import TuneProgress
     from frameworm.tune.search.result import Progress

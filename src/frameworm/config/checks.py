@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import NamedTuple
 
 from frameworm.config.describe import nearest, show, suggest
 from frameworm.config.keys import KeyPath
-from frameworm.config.model_sections import MODEL_SECTIONS
+from frameworm.config.model_sections import MODEL_SECTIONS, PythonModelConfig
 from frameworm.config.problems import Problem, make_error
 from frameworm.config.schema import Config, ParallelConfig
+from frameworm.errors import ConfigError
 
 
 class NotYet(NamedTuple):
@@ -220,3 +222,25 @@ def _not_yet(config: Config) -> Iterator[Problem]:
         given = getattr(getattr(config, section), setting)
         if given in values:
             yield Problem((key(name),), f"{given} is not in this version yet; use {instead}")
+
+
+def check_buildable(config: Config, where: str) -> None:
+    """Refuse to build a model that only a script can.
+
+    Raises:
+        ConfigError: The config is that of a run of the Python API.
+    """
+    if isinstance(config.model, PythonModelConfig):
+        script, name = config.model.script, config.model.class_name
+        what = f"a run of the Python API{f', with the model {name}' if name else ''}"
+        remedy = f"run its script instead: {script}" if script else "run the script or notebook that made it instead"
+        raise ConfigError(f"{where}: workload python is {what}, and nothing can be built from it; {remedy}")
+
+
+def workload_name(config: Config) -> str:
+    """The workload in a word or two; of the Python API the script and the class of the model."""
+    model = config.model
+    if not isinstance(model, PythonModelConfig):
+        return config.workload
+    script = "" if model.script is None else PurePath(model.script).name
+    return " ".join(part for part in (config.workload, script, model.class_name.rpartition(".")[2]) if part)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from frameworm.config.checks import find_problems
+from frameworm.config.checks import check_buildable, find_problems
 from frameworm.config.describe import CLOSE, nearest, show
 from frameworm.config.keys import key_tree
 from frameworm.config.model_sections import CustomModelConfig
@@ -77,6 +77,17 @@ def load_config_from_text(
         text = f"expected a mapping, got {show(values)}; {WHAT_A_CONFIG_IS}"
         raise make_error(reader.problems or [Problem((), text, origin=Origin(label, 1))], Origins())
     return _build(values, reader.origins, reader.problems, overrides, environ, label)
+
+
+def load_runnable(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, for a config that something is to be trained by.
+
+    Raises:
+        ConfigError: There is a problem, or it is the config of a run of the Python API.
+    """
+    config = load_config(path, overrides)
+    check_buildable(config, show_path(path))
+    return config
 
 
 def load_config_from_mapping(

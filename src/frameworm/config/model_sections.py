@@ -96,6 +96,15 @@ class CustomModelConfig(Section):
     )
 
 
+class PythonModelConfig(Section):
+    """What a run of the Python API trained. It is written down for readers: nothing can be built from it."""
+
+    script: str | None = Field(default=None, description="The script that made the model; not known in a notebook.")
+    class_name: str = Field(default="", description="Class of the model, with its module.")
+    init_from: None = Field(default=None, description="Always empty: the script decides.")
+
+
+PYTHON_WORKLOAD = "python"
 MODEL_SECTIONS: dict[str, type[Section]] = {
     "text_classifier": TextClassifierModelConfig,
     "gpt": GPTModelConfig,
@@ -107,4 +116,6 @@ def model_section_of(workload: object) -> type[Section] | None:
     """The class of the `model` section under a workload; None when there is no such workload."""
     if not isinstance(workload, str):
         return None
+    if workload == PYTHON_WORKLOAD:
+        return PythonModelConfig
     return CustomModelConfig if OWN_WORKLOAD.match(workload) else MODEL_SECTIONS.get(workload)

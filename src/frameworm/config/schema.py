@@ -16,6 +16,7 @@ from frameworm.config.model_sections import (
     MODEL_SECTIONS,
     CustomModelConfig,
     GPTModelConfig,
+    PythonModelConfig,
     TextClassifierModelConfig,
     model_section_of,
 )
@@ -397,7 +398,7 @@ class Config(Section):
         default="text_classifier",
         description="text_classifier, gpt, or package.module:function for your own model and data.",
     )
-    model: TextClassifierModelConfig | GPTModelConfig | CustomModelConfig = Field(
+    model: TextClassifierModelConfig | GPTModelConfig | CustomModelConfig | PythonModelConfig = Field(
         default_factory=TextClassifierModelConfig, description="The model; its keys depend on the workload."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="The samples and batches.")

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from frameworm.config.checks import workload_name
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.store import CheckpointStore, make_store
 from frameworm.engine.checkpoint.training_state import TrainingState
@@ -237,4 +238,5 @@ def begin_record(job: Job, folder: Path | None) -> RunRecord:
         precision={"off": "fp32"}.get(precision, precision),
         parameters=count_parameters(job.model),
         run_dir=None if folder is None else str(folder),
+        workload=workload_name(job.config),
     )

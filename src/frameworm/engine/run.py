@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from frameworm.config.checks import HUB_PREFIX
+from frameworm.config.checks import HUB_PREFIX, check_buildable
 from frameworm.config.load import load_config_from_text, show_path
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
@@ -133,6 +133,7 @@ def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
     """A run's config without what makes training fast: it is not needed to score, and may not be there."""
     plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
     config = load_config_from_text(folder.read_config(), show_path(folder.config), [*plain, *overrides])
+    check_buildable(config, show_path(folder.config))
     check_trusted(config, folder, overrides)
     config = config.model_copy(deep=True)
     config.training.accumulation = "auto"

@@ -7,10 +7,14 @@ keyword is the name of a config field, and a whole section (`gpu=GPUConfig(...)`
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from typing import Any
 
 from pydantic import ValidationError
+from torch import nn
 
+from frameworm.config.model_sections import PYTHON_WORKLOAD, PythonModelConfig
 from frameworm.config.schema import Config, Section
 from frameworm.errors import ConfigError
 
@@ -27,6 +31,17 @@ def api_defaults() -> Config:
     config.training.schedule = "constant"
     config.gpu.mixed_precision = "off"
     return config
+
+
+def as_python_run(config: Config, model: nn.Module) -> Config:
+    """A copy of the config that says where the model comes from: a script, not a workload of a config file."""
+    kind = type(getattr(model, "_orig_mod", model))  # torch.compile wraps it
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    described = PythonModelConfig(
+        script=None if file is None else os.path.abspath(file), class_name=f"{kind.__module__}.{kind.__qualname__}"
+    )
+    data = config.data.model_copy(update={"dataset": PYTHON_WORKLOAD})
+    return config.model_copy(update={"workload": PYTHON_WORKLOAD, "model": described, "data": data})
 
 
 def apply_settings(config: Config, settings: dict[str, Any]) -> Config:

@@ -15,7 +15,7 @@ from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
-from frameworm.engine.settings import api_defaults, apply_settings
+from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
 from frameworm.errors import StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.parallel.replicated import DataParallelStrategy
@@ -141,7 +141,7 @@ class Trainer:
             seed=self._seed,
             sets_backend=self._sets_backend,
         )
-        return run_job(build_job(self._config, given))
+        return run_job(build_job(as_python_run(self._config, self.model), given))
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler = self._scheduler

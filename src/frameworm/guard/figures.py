@@ -144,7 +144,9 @@ def read_run(folder: RunFolder) -> RunFigures:
         _read_steps(run, reader, compiled=record is not None and _compiles(record))
     if record is not None:
         _take_summary(run, record)
-    run.work.workload = _text(run.settings.get("workload"))
+    # Every run of the Python API has the same workload, and a model of its own.
+    names = [_text(run.settings.get(key)) for key in ("workload", "model.class_name")]
+    run.work.workload = " ".join(name for name in names if name) or None
     run.work.dataset = _text(run.settings.get("data.dataset"))
     return run
 

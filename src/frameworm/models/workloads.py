@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frameworm.config.checks import check_buildable
 from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
 from frameworm.data.corpora.text import Progress, load_language_modelling, load_text_classification
 from frameworm.errors import CheckpointError, ConfigError
@@ -77,6 +78,7 @@ def build_workload(config: Config, progress: Progress | None = None, *, weights_
         ConfigError: The workload does not exist or returns something else, or a size contradicts the data.
         CheckpointError: `model.init_from` holds weights of another model.
     """
+    check_buildable(config, "config")
     padded: dict[str, int] = {}
     seed = config.seed if weights_seed is None else weights_seed
     # The config has checked that the workload is one of these and that `model` belongs to it.

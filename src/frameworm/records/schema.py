@@ -208,6 +208,7 @@ class RunRecord:
     stop_reason: str | None = None  # completed, interrupted, preempted, or memory: beyond memory.max_memory_percent
     unseen: list[str] = field(default_factory=list)  # phases that could not be seen in this run
     other_time: OtherTime | None = None  # of an attached run
+    workload: str | None = None  # as in the config; of the Python API: the script and the class of the model
     source: str = "engine"  # engine, or attached to somebody else's script
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from frameworm.config.model_sections import PYTHON_WORKLOAD
 from frameworm.config.source import SourceReader, YamlError
 from frameworm.errors import RunFolderError
 from frameworm.records.estimate import known
@@ -44,7 +46,7 @@ SENDING_SETTINGS = (
 )
 # What the run was measured on; a device of another kind or another torch is another curve.
 PLACE_FACTS = ("device", "torch")
-_IGNORED_MODEL_KEYS = {"init_from"}
+_IGNORED_MODEL_KEYS = {"init_from", "script"}
 
 Key = tuple[tuple[str, Any], ...]
 
@@ -204,6 +206,9 @@ def measurement_of(record: RunRecord, epochs: Sequence[EpochRecord], run: str | 
 def dataset_of(config: Mapping[str, Any], record: RunRecord) -> str:
     """The data set, or what stands for it: a workload of the user's own brings its data along."""
     workload = str(config.get("workload") or "")
+    if workload == PYTHON_WORKLOAD:
+        script, name = _setting(config, "model.script"), str(_setting(config, "model.class_name") or "")
+        return f"{Path(str(script or record.name)).stem} {name.rpartition('.')[2]}".strip()
     if ":" in workload:
         return str(config.get("name") or workload.rpartition(":")[2])
     dataset = str(_setting(config, "data.dataset") or "") or record.name
@@ -237,6 +242,8 @@ def _work_of(config: Mapping[str, Any], record: RunRecord) -> Key:
     environment = record.environment or {}
     facts |= {key: environment.get(key) for key in PLACE_FACTS}
     facts["precision"] = record.precision
+    if config.get("workload") == PYTHON_WORKLOAD:
+        facts["parameters"] = record.parameters  # one class may make models of many sizes
     return tuple(facts.items())
 
 
