@@ -214,7 +214,7 @@ def test_loop_without_loader(optimizers: int, observe: Callable[..., Observed]) 
     assert len(steps) == 7
     assert all("data_wait" not in step.phases for step in steps)
     assert [step.metrics["optimizer_steps"] for step in steps] == [float(optimizers)] * 7
-    assert steps[3].samples == 3 * optimizers
+    assert steps[3].samples == 3, "the optimizers share a batch"
 
 
 def test_closure_holds_forward_and_backward(observe: Callable[..., Observed]) -> None:
@@ -529,3 +529,109 @@ def test_compiled_graphs_are_the_same(observe: Callable[..., Observed]) -> None:
     observed = observe()
     assert run() == plain
     assert len(observed.end()) == 4
+
+
+def _slow_start(worker: int) -> None:
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_start_of_workers_is_told_apart_in_every_epoch(persistent: bool, observe: Callable[..., Observed]) -> None:
+    observed = observe()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(12, 4))
+    loader = DataLoader(data, 2, num_workers=1, worker_init_fn=_slow_start, persistent_workers=persistent)
+    for _ in range(3):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    steps = observed.end()
+    assert len(steps) == 18
+    assert_adds_up(steps)
+    assert sum(step.step_s for step in steps) < 0.6
+    note = next(note for note in observed.watch.notes if "no step counts" in note)
+    assert ("persistent_workers" in note) != persistent
+
+
+def test_two_losses_of_one_batch_are_no_accumulation(observe: Callable[..., Observed]) -> None:
+    observed = observe()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        output = model(torch.ones(3, 4))
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+        optimizer.step()
+    steps = observed.end()
+    assert [(step.samples, step.metrics["batches"]) for step in steps] == [(3, 1.0)] * 4
+
+
+def test_what_cannot_be_told_from_accumulation_has_no_batch(observe: Callable[..., Observed]) -> None:
+    """A real and a made batch, each with a backward pass of its own, before the first of two optimizers steps."""
+    observed = observe()
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, generator)]
+    for _ in range(4):
+        made = generator(torch.ones(3, 4))
+        critic(torch.ones(3, 4)).sum().backward()
+        critic(made.detach()).sum().backward()
+        optimizers[0].step()
+        critic(made).sum().backward()
+        optimizers[1].step()
+    steps = observed.end()
+    assert len(steps) == 4
+    assert [step.samples for step in steps] == [0] * 4
+    assert observed.watch.facts["parameters"] == 25
+
+
+def test_optimizers_that_come_one_after_another_are_not_added_up(observe: Callable[..., Observed]) -> None:
+    """As in a cross-validation, which trains a new model in every fold."""
+    observed = observe()
+    kept = []
+    for _ in range(3):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept.append((model, optimizer))
+        for _ in range(3):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    observed.end()
+    assert observed.watch.facts["parameters"] == 10
+
+
+def test_a_closure_with_a_loop_of_its_own_counts_one_evaluation(observe: Callable[..., Observed]) -> None:
+    observed = observe()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = [model(torch.ones(3, 4) * part).square().mean() for part in range(1, 3)]
+        for loss in losses:
+            loss.backward()
+        for part in range(1, 3):
+            loss = model(torch.ones(3, 4) * part).square().mean()
+            loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    for step in observed.end()[1:]:
+        assert step.metrics["batches"] == 3
+        assert step.samples == 9
+
+
+def test_a_traced_or_exported_model_keeps_its_free_sizes(
+    observe: Callable[..., Observed], recwarn: pytest.WarningsRecorder
+) -> None:
+    observed = observe()
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    traced = torch.jit.trace(model, torch.ones(3, 4))
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(model, (torch.ones(3, 4),), dynamic_shapes=({0: batch},), strict=False)
+    observed.end()
+    assert traced(torch.ones(5, 4)).shape == exported.module()(torch.ones(5, 4)).shape == (5, 2)
+    assert not [item for item in recwarn if "TracerWarning" in item.category.__name__]

@@ -1,7 +1,4 @@
-"""What `frameworm profile` says of scripts that train in less common ways.
-
-Tests marked xfail describe the correct behaviour and fail today; the reason says what happens instead.
-"""
+"""What `frameworm profile` says of scripts that train in less common ways."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from number_cases import Cli, built_once, completed, wrong_today
+from number_cases import Cli, built_once, completed
 
 pytestmark = pytest.mark.slow
 
@@ -121,14 +118,12 @@ def profiled(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return profile
 
 
-@wrong_today("the start of each epoch's workers is spread over its steps as a wait for data")
 def test_the_start_of_loader_workers_is_no_wait_of_the_steady_step(profiled: Callable[[str], Profiled]) -> None:
     summary = profiled("starting_workers").summary
     assert summary["steps"] == EPOCHS * STEPS_PER_EPOCH
     assert summary["phases"]["data_wait"]["mean_s"] < 0.5 * START_S / STEPS_PER_EPOCH
 
 
-@wrong_today("more workers are said to make the script several times as fast, though they start no sooner")
 def test_the_start_of_loader_workers_does_not_call_for_more_of_them(profiled: Callable[[str], Profiled]) -> None:
     promised = [
         finding["expected_speedup"]["value"]
@@ -138,19 +133,16 @@ def test_the_start_of_loader_workers_does_not_call_for_more_of_them(profiled: Ca
     assert [value for value in promised if value > 1.5] == []
 
 
-@wrong_today("only those of the optimizer that stepped first are counted")
 def test_the_parameters_of_all_optimizers_are_counted(profiled: Callable[[str], Profiled]) -> None:
     summary = profiled("gan").summary
     assert summary["steps"] == 20
     assert summary["parameters"] == 17
 
 
-@wrong_today("without a loader the samples of every model's call are added up")
 def test_the_batch_of_two_models_is_not_counted_twice(profiled: Callable[[str], Profiled]) -> None:
     assert profiled("gan").summary["batch"]["micro"] in (None, 8)
 
 
-@wrong_today("each evaluation of the closure is taken for another micro-batch")
 def test_evaluations_of_a_closure_are_not_accumulation(profiled: Callable[[str], Profiled]) -> None:
     summary = profiled("lbfgs").summary
     assert summary["steps"] == 15
@@ -162,7 +154,6 @@ def test_a_closure_is_evaluated_as_often_as_without_a_profile(profiled: Callable
     assert profiled("lbfgs").stdout == f"{4 * 15}\n"
 
 
-@wrong_today("the profile reads a batch's size inside the trace, of which torch warns")
 def test_tracing_a_model_gives_no_warnings_of_ours(profiled: Callable[[str], Profiled]) -> None:
     found = profiled("gan")
     assert found.stdout == "exported\n"

@@ -108,11 +108,11 @@ def _loaders(patches: Patches, watch: Watch) -> None:
         def begin_pass(self: Any) -> Any:
             if not watch.enter(DATA_WAIT):
                 return original(self)
+            iterator = None
             try:
                 iterator = original(self)
             finally:
-                watch.leave()
-            watch.passes_over(self, iterator)
+                watch.passes_over(self, iterator)
             return iterator
 
         return begin_pass
@@ -125,7 +125,7 @@ def _loaders(patches: Patches, watch: Watch) -> None:
             try:
                 batch = original(self)
             finally:
-                watch.leave()
+                watch.leave_fetch(self)
             watch.fetched(self, batch)
             return batch
 
@@ -254,7 +254,15 @@ def _watch_class(patches: Patches, watch: Watch, kind: type) -> None:
 
 
 def _update(watch: Watch, position: int, original: _Function) -> _Function:
-    """A call that steps an optimizer, which is argument number `position` after the object itself."""
+    """A call that steps an optimizer, which is argument number `position`; a closure may follow it."""
+
+    def counted(closure: _Function) -> _Function:
+        @functools.wraps(closure, updated=())
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            watch.closure_begins()
+            return closure(*args, **kwargs)
+
+        return evaluate
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +270,13 @@ def _update(watch: Watch, position: int, original: _Function) -> _Function:
             return original(*args, **kwargs)
         try:
             watch.optimizer_begins()
-            result = original(*args, **kwargs)
+            if len(args) > position + 1 and callable(args[position + 1]):
+                closure = counted(args[position + 1])
+                result = original(*args[: position + 1], closure, *args[position + 2 :], **kwargs)
+            elif callable(kwargs.get("closure")):
+                result = original(*args, **{**kwargs, "closure": counted(kwargs["closure"])})
+            else:
+                result = original(*args, **kwargs)
         finally:
             watch.leave()
         watch.optimizer_stepped(args[position] if len(args) > position else kwargs.get("optimizer"))

@@ -72,7 +72,7 @@ class _Rank:
             self.accumulated.append(fetches)
         else:
             updates = max(1.0, metrics.get("optimizer_steps", 1.0))
-            accumulated = max(1.0, metrics.get("backwards", 1.0) / updates)
+            accumulated = max(1.0, metrics.get("batches", metrics.get("backwards", 1.0) / updates))
             self.fetched.append(step.samples / accumulated)
             self.accumulated.append(accumulated)
         # Model, optimizer and the like in files of their own are one checkpoint.

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from frameworm.attach.frames import COMPUTING, DEVICE, FrameReader, Spot, work_at
-from frameworm.attach.timeline import Stretches
+from frameworm.attach.timeline import START, Stretches
 from frameworm.observe.clocks.phases import DATA_WAIT, OPTIMIZER, OTHER, TRANSFER
 from frameworm.records.observations import OtherTime, Place
 
@@ -166,7 +166,7 @@ class Looks:
 def _is_before_the_model(step: Stretches, index: int) -> bool:
     """Whether a stretch lies between the fetch of a batch and the first use of it."""
     for mark in reversed(step.marks[:index]):
-        if mark.label in (DATA_WAIT, TRANSFER):
+        if mark.label in (DATA_WAIT, START, TRANSFER):
             return True
         if mark.label not in (OTHER, OPTIMIZER):
             return False

@@ -97,6 +97,9 @@ class StepFinder:
         self._may_be_loss = False  # between forward and backward
         self._optimizer_at = _Place(0, {}, False)
         self._forwards_before = 0
+        self._evaluations = 0  # of the closure that an optimizer was given
+        self._before = {"samples": 0.0, "batches": 0.0}  # what the optimizers so far have used in this step
+        self._batch_counted = False  # since the last backward pass
 
     @property
     def phase(self) -> str | None:
@@ -142,10 +145,14 @@ class StepFinder:
         stack.append(phase)
         return True
 
-    def close(self) -> str:
-        """What was opened last is over; returns what that was."""
+    def close(self, label: str | None = None) -> str:
+        """What was opened last is over; returns what that was.
+
+        Args:
+            label: What to call its time, if not by its phase.
+        """
         phase = self.phases.pop()
-        self.timeline.mark(phase)
+        self.timeline.mark(label or phase)
         if phase in (OPTIMIZER, FORWARD, BACKWARD):
             self._may_be_loss = phase == FORWARD
         elif phase == VALIDATION:
@@ -174,9 +181,15 @@ class StepFinder:
         """An optimizer is about to step; to be called within its phase."""
         self._optimizer_at = _Place(self.timeline.position, dict(self.tally), False)
         self._forwards_before = self._forwards
+        self._evaluations = 0
+
+    def closure_begins(self) -> None:
+        """The optimizer that is stepping evaluates its closure, perhaps again: on the same batch."""
+        self._evaluations += 1
 
     def optimizer_stepped(self, identity: int) -> None:
         """It has stepped, and its phase is closed."""
+        self._evaluations = 0
         if self._place is not None and self._place.by_fetch:
             self._commit()
         elif identity in self._stepped:
@@ -185,6 +198,11 @@ class StepFinder:
             elif self._forwards > self._forwards_before:  # the closure it was given has run the model
                 self._place = self._optimizer_at
                 self._commit()
+        if not self.fetches_seen:
+            for name, before in self._before.items():
+                if self._stepped and name in self.tally:  # another optimizer of this step uses the batch once more
+                    self.tally[name] = max(before, self.tally[name] - before)
+                self._before[name] = self.tally.get(name, 0.0)
         self._stepped.add(identity)
         self._trained = True
         self._place = None
@@ -253,11 +271,17 @@ class StepFinder:
         if self._samples:
             self.add("samples", self._samples)
             self._samples = 0.0
-        elif samples and not self.fetches_seen and not self._may_be_loss:
-            self.add("samples", samples)
+        elif not self.fetches_seen and phase == FORWARD and not self._batch_counted and self._evaluations <= 1:
+            # Models called one after another, up to a backward pass, share a batch.
+            self._batch_counted = True
+            self.add("batches", 1)
+            self.add("samples", samples or 0)
         if phase == FORWARD:
             self._forwards += 1
-        self.add("forwards" if phase == FORWARD else "backwards", 1)
+        else:
+            self._batch_counted = False
+        if self._evaluations <= 1:
+            self.add("forwards" if phase == FORWARD else "backwards", 1)
 
     def _was_validation(self) -> None:
         """Everything since the fetch belonged to a validation, which is part of the step before it."""

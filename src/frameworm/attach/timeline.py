@@ -16,6 +16,8 @@ import torch
 SMALLEST_GAP_S = 10e-6
 # Time that observing took, which belongs to no step.
 OWN = "own"
+# Start of a loader's workers, up to the first batch they give; told apart from the steps.
+START = "start"
 
 
 class Mark:
@@ -52,7 +54,7 @@ class Stretches:
         step_s -= phases.pop(OWN, 0.0)
         if self.divided:
             return step_s, phases
-        rare = any(mark.label in ("checkpoint", "validation") for mark in self.marks)
+        rare = any(mark.label in ("checkpoint", "validation", START) for mark in self.marks)
         return step_s, self._by_host()[1] if rare else {}
 
     def _by_host(self) -> tuple[float, dict[str, float]]:

@@ -17,9 +17,9 @@ import torch
 
 from frameworm.attach.samples import Looks
 from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
-from frameworm.attach.timeline import OWN, Stretches
+from frameworm.attach.timeline import OWN, START, Stretches
 from frameworm.observe.clocks.nvtx import LiveRanges
-from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, FORWARD, OTHER, VALIDATION
+from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 
@@ -33,6 +33,7 @@ PASS_ON_EVERY_S = 0.02
 CURIOUS_STEPS = 3
 METRICS = ("sync_s", "syncs", "logging_s", "pageable_s")
 _DEEPEST = 4
+MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
 # Whether a model called in a phase is one of its own there.
 _RUNS_MODELS: dict[str | None, bool] = {None: True, **{phase: FORWARD in inside for phase, inside in INSIDE.items()}}
 
@@ -85,6 +86,12 @@ class Watch:
         self._last_trained: Callable[[], torch.nn.Module | None] = lambda: None
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._last_pass = 0
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders with workers
+        self._restarts = False
+        self._start_s = 0.0
+        self._starting: weakref.WeakSet[Any] = weakref.WeakSet()  # passes whose workers have given nothing yet
+        self._parameters: dict[int, dict[int, int]] = {}  # of each optimizer, the last to step last
+        self._teams: set[frozenset[int]] = set()
         self._backward_of: dict[str, float] = {}
         self._exposed: dict[str, float] = {}
         self._exposed_samples = 0
@@ -121,12 +128,12 @@ class Watch:
             return False
         return True
 
-    def leave(self) -> None:
-        """The phase that was entered last is over."""
+    def leave(self, label: str | None = None) -> None:
+        """The phase that was entered last is over; its time may have a label of its own."""
         if not self.active:
             return
         try:
-            phase = self._finder.close()
+            phase = self._finder.close(label)
             self.busy = not _RUNS_MODELS[self._finder.phase]
             if phase == BACKWARD:
                 self._backward_of = self._finder.extra
@@ -158,16 +165,32 @@ class Watch:
         return self.enter(phase, samples)
 
     def passes_over(self, loader: Any, iterator: Any) -> None:
-        """A loader begins to be read anew."""
+        """A loader begins to be read anew; ends the phase. Workers that stay from the last pass have no start."""
         if not self.active:
             return
         try:
+            workers = int(loader.num_workers)
+            starts = workers > 0 and iterator is not None and iterator not in self._passes
+            self.leave(START if starts else None)
+            if iterator is None:  # it has failed
+                return
             self._last_pass += 1
             self._passes[iterator] = self._last_pass
-            workers = int(loader.num_workers)
+            if starts:
+                self._starting.add(iterator)
+                self._restarts = self._restarts or loader in self._started
+                self._started.add(loader)
             self.facts["num_workers"] = max(workers, self.facts.get("num_workers", 0))
         except Exception as error:
             self.fail(error)
+
+    def leave_fetch(self, iterator: Any) -> None:
+        """The fetch that was entered is over; the first one from new workers belongs to their start."""
+        if iterator in self._starting:
+            self._starting.discard(iterator)
+            self.leave(START)
+        else:
+            self.leave()
 
     def fetched(self, iterator: Any, batch: Any) -> None:
         """A loader has given a batch."""
@@ -187,13 +210,17 @@ class Watch:
         except Exception as error:
             self.fail(error)
 
+    def closure_begins(self) -> None:
+        """An optimizer evaluates the closure that it was given; called within its phase."""
+        if self.active and threading.get_ident() == self._thread:
+            self._finder.closure_begins()
+
     def optimizer_stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; called after the phase."""
         if not self.active:
             return
         try:
-            if "parameters" not in self.facts:
-                self._look_at(optimizer)
+            self._look_at(optimizer)
             if self._ranges is not None:
                 self._ranges.stepped()
             self._finder.optimizer_stepped(id(optimizer))
@@ -245,6 +272,12 @@ class Watch:
             self._pass_on(0, wait=True)
         except Exception as error:
             self.notes.append(f"the last steps were lost: {type(error).__name__}: {error}")
+        if self._start_s:
+            advice = "; persistent_workers=True would keep them between epochs" if self._restarts else ""
+            self.notes.append(
+                f"loader workers took {self._start_s:.2g} s in all to start and give their first batch, which no step "
+                f"counts{advice}"
+            )
         if self._exposed_samples and self._exposed_samples < self.steps - STEPS_HELD_BACK:
             self.notes.append(
                 f"exposed communication was measured by DDP in {self._exposed_samples} of {self.steps} steps "
@@ -256,11 +289,29 @@ class Watch:
             self._ranges.close()
 
     def _look_at(self, optimizer: Any) -> None:
-        parameters = [item for group in optimizer.param_groups for item in group["params"]]
-        self.facts["parameters"] = sum(item.numel() for item in parameters)
-        if parameters:
-            self.facts["device"] = str(parameters[0].device)
-            self.facts.setdefault("precision", _short_name(parameters[0].dtype))
+        """Count the parameters of the optimizers that take turns; one that never steps again trains something else."""
+        identity, known = id(optimizer), self._parameters
+        if known and next(reversed(known)) == identity:
+            return
+        if identity not in known:
+            parameters = [item for group in optimizer.param_groups for item in group["params"]]
+            known[identity] = {id(item): item.numel() for item in parameters}
+            self.facts.setdefault("parameters", sum(known[identity].values()))
+            if parameters and "device" not in self.facts:
+                self.facts["device"] = str(parameters[0].device)
+                self.facts.setdefault("precision", _short_name(parameters[0].dtype))
+            if len(known) > MOST_OPTIMIZERS:
+                del known[next(iter(known))]
+            return
+        order = list(known)
+        team = order[order.index(identity) :]  # who has stepped since this one did
+        known[identity] = known.pop(identity)
+        if frozenset(team) not in self._teams and len(self._teams) < MOST_OPTIMIZERS:
+            self._teams.add(frozenset(team))
+            together: dict[int, int] = {}
+            for member in team:
+                together.update(known[member])
+            self.facts["parameters"] = max(self.facts["parameters"], sum(together.values()))
 
     def _step_ended(self, step: Stretches) -> None:
         self.steps += 1
@@ -295,6 +346,11 @@ class Watch:
     def _record(self, number: int, step: Stretches) -> StepRecord:
         tally, extra = step.payload
         step_s, phases = step.times()
+        if START in phases:
+            start_s = phases.pop(START)
+            step_s = max(0.0, step_s - start_s)
+            phases.setdefault(DATA_WAIT, 0.0)
+            self._start_s += start_s
         on_device = step.marks[-1].event is not None
         self._short = on_device and step_s < SHORT_STEP_S
         if INFERENCE in phases:
@@ -309,8 +365,11 @@ class Watch:
             phases[COMMUNICATION] = phases.get(COMMUNICATION, 0.0) + exposed_s
         total_s = extra.get("communication_s")
         samples = int(tally.get("samples", 0))
+        if "fetches" not in tally and tally.get("backwards", 0) > tally.get("optimizer_steps", 0) > 1:
+            # Several losses of one batch, or several batches: nobody can tell.
+            samples, tally = 0, {**tally, "batches": 1}
         metrics = {name: tally[name] for name in METRICS if name in tally}
-        for name in ("fetches", "backwards", "optimizer_steps", "checkpoints"):
+        for name in ("fetches", "batches", "backwards", "optimizer_steps", "checkpoints"):
             if name in tally:
                 metrics[name] = tally[name]
         return StepRecord(
@@ -331,7 +390,8 @@ class Watch:
 def leading_size(batch: Any, depth: int = 0) -> int | None:
     """Size of the first dimension of the first tensor in a batch."""
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else None
+        size = batch.shape[0] if batch.dim() else None
+        return size if type(size) is int else None  # what traces or exports a model must not learn a size from us
     if depth < _DEEPEST and isinstance(batch, (tuple, list, Mapping)):
         for item in batch.values() if isinstance(batch, Mapping) else batch[:8]:
             found = leading_size(item, depth + 1)
