@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from frameworm.config.load import dump_config, load_config, load_config_from_mapping
 from frameworm.config.resolve import DEFAULT_GLOBAL_BATCH, effective_lr, resolve
-from frameworm.config.schema import Config
+from frameworm.config.schema import Config, ParallelConfig
 from frameworm.errors import ConfigError, DeviceError
 
 COUNTS = st.integers(1, 64)
@@ -156,6 +156,30 @@ def test_autos_on_a_cpu_alone() -> None:
     assert (done.gpu.device, done.gpu.mixed_precision) == ("cpu", "off")
     assert (done.parallel.strategy, done.parallel.backend) == ("single", "gloo")
     assert (done.data.pin_memory, done.data.persistent_workers) == (False, False)
+
+
+@pytest.mark.parametrize("strategy", get_args(ParallelConfig.model_fields["strategy"].annotation))
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gpu": {"capture": "auto"}, "data": {"batching": "packed", "num_workers": 0}},
+        {"gpu": {"deterministic": True, "compile_model": True}, "memory": {"activation_checkpointing": "full"}},
+    ],
+    ids=["plain", "packed", "deterministic"],
+)
+def test_a_resolved_config_can_be_loaded_and_resolved_again(
+    strategy: str, device: Literal["cpu", "cuda"], world_size: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    try:
+        done = resolve(config_of(parallel={"strategy": strategy}, **more), world_size=world_size, device=device, bf16=True)
+    except ConfigError:
+        pytest.skip("refused as it is, for these many processes or this device")
+    (tmp_path / "config.yaml").write_text(dump_config(done))
+    again = load_config(tmp_path / "config.yaml", environ={})
+    assert again == done
+    assert resolve(again, world_size=world_size, device=device, bf16=True) == done
 
 
 def test_what_is_given_is_kept() -> None:

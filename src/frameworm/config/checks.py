@@ -159,7 +159,9 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield Problem((key("parallel.compression"), key("parallel.strategy")), text)
     if strategy in NO_BUCKETS:
         for name in BUCKET_SETTINGS:
-            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
+            # A promise that is not made is none: `resolve` writes false for auto.
+            value = "auto" if parallel.static_graph is False and name == "static_graph" else getattr(parallel, name)
+            if value != ParallelConfig.model_fields[name].default:
                 text = f"{name} is about DDP's buckets, which strategy {strategy} has not; leave it out, or use ddp"
                 yield Problem((key(f"parallel.{name}"), key("parallel.strategy")), text)
     if parallel.sync_every > 1:
