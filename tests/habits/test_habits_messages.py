@@ -344,7 +344,6 @@ WRONG_KINDS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("verb", "place", "value"), WRONG_KINDS, ids=lambda item: str(item)[:24])
-@known_defect("values of the wrong kind in a stored summary end in a traceback", EndedByTracebackError)
 def test_a_summary_with_values_of_the_wrong_kind_is_answered_in_words(
     command: CommandLine, runs: Path, verb: str, place: str, value: Any
 ) -> None:
@@ -355,7 +354,6 @@ def test_a_summary_with_values_of_the_wrong_kind_is_answered_in_words(
         assert "after" in said
 
 
-@known_defect("words in place of a loss in a stored step end in a traceback", EndedByTracebackError)
 def test_a_step_with_a_loss_of_the_wrong_kind_is_answered_in_words(command: CommandLine, runs: Path) -> None:
     steps = runs / "after" / "steps-rank0.jsonl"
     lines = steps.read_text().splitlines()

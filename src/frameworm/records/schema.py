@@ -7,7 +7,6 @@ without torch. Missing is None, never zero.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from frameworm.records.observations import (
     SystemSummary,
 )
 from frameworm.records.observations import Statistics as Statistics
+from frameworm.records.typed import read_record
 
 SCHEMA_VERSION = 1
 
@@ -63,11 +63,8 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
-        """Read one line of a steps file; unknown keys are ignored, missing ones are a TypeError."""
-        values = _known(cls, data)
-        for field_name in ("phases", "metrics"):
-            values[field_name] = {name: _number(value) for name, value in (values.get(field_name) or {}).items()}
-        return cls(**values)
+        """Read one line of a steps file; unknown keys are ignored, missing or wrong ones are a TypeError."""
+        return read_record(cls, data)
 
 
 @dataclass(slots=True)
@@ -236,8 +233,10 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunRecord:
-        """Read what `to_dict` wrote; unknown keys of later versions are ignored."""
-        return _build(cls, data)
+        """Read what `to_dict` wrote; unknown keys of later versions are ignored, values of a wrong kind a TypeError."""
+        if isinstance(data, Mapping) and isinstance(batch := data.get("batch"), Mapping):
+            data = {**data, "batch": {**batch, "global_": batch.get("global")}}
+        return read_record(cls, data)
 
 
 def json_ready(value: Any) -> Any:
@@ -256,82 +255,3 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [json_ready(item) for item in value]
     return str(value)
-
-
-def _number(value: Any) -> Any:
-    """Take back the words that `json_ready` writes for non-finite numbers."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, bool]:
-    """Field names of a record, and whether each is a number that may not be finite."""
-    return {item.name: str(item.type) in ("float", "float | None") for item in dataclasses.fields(kind)}
-
-
-def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    fields = _fields(kind)
-    return {key: _number(value) if fields[key] else value for key, value in data.items() if key in fields}
-
-
-def _build(cls: type[RunRecord], data: Mapping[str, Any]) -> RunRecord:
-    values = _known(cls, data)
-    batch = dict(values.get("batch") or {})
-    batch["global_"] = batch.pop("global", None)
-    values["batch"] = Batch(**_known(Batch, batch))
-    throughput = dict(values.get("throughput") or {})
-    if throughput.get("step_s"):
-        throughput["step_s"] = Statistics(**_known(Statistics, throughput["step_s"]))
-    values["throughput"] = Throughput(**_known(Throughput, throughput))
-    values["phases"] = {name: Phase(**_known(Phase, item)) for name, item in (values.get("phases") or {}).items()}
-    for name, kind in (
-        ("memory", Memory),
-        ("quality", Quality),
-        ("checkpoint", CheckpointStatistics),
-    ):
-        values[name] = kind(**_known(kind, values.get(name) or {}))
-    values["communication"] = _communication(values.get("communication") or {})
-    values["ranks"] = [RankSummary(**_known(RankSummary, item)) for item in values.get("ranks") or []]
-    if values.get("system"):
-        values["system"] = _system(values["system"])
-    if values.get("compilation"):
-        values["compilation"] = Compilation(**_known(Compilation, values["compilation"]))
-    if values.get("other_time"):
-        values["other_time"] = _other_time(values["other_time"])
-    values["epochs"] = [EpochRecord(**_known(EpochRecord, item)) for item in values.get("epochs") or []]
-    values["slow_steps"] = [StepRecord.from_dict(item) for item in values.get("slow_steps") or []]
-    values["findings"] = [_finding(item) for item in values.get("findings") or []]
-    return cls(**values)
-
-
-def _communication(data: Mapping[str, Any]) -> Communication:
-    values = dict(_known(Communication, data))
-    values["buckets"] = [Bucket(**_known(Bucket, item)) for item in values.get("buckets") or []]
-    if values.get("compression"):
-        known = dict(_known(Compression, values["compression"]))
-        weighed = known.get("candidates") or []
-        known["candidates"] = [CompressionCandidate(**_known(CompressionCandidate, item)) for item in weighed]
-        values["compression"] = Compression(**known)
-    return Communication(**values)
-
-
-def _finding(data: Mapping[str, Any]) -> Finding:
-    values = _known(Finding, data)
-    values["remedies"] = [Remedy(**_known(Remedy, item)) for item in values.get("remedies") or []]
-    if values.get("expected_speedup"):
-        values["expected_speedup"] = ExpectedSpeedup(**_known(ExpectedSpeedup, values["expected_speedup"]))
-    return Finding(**values)
-
-
-def _other_time(data: Mapping[str, Any]) -> OtherTime:
-    values = dict(_known(OtherTime, data))
-    values["places"] = [Place(**_known(Place, item)) for item in values.get("places") or []]
-    return OtherTime(**values)
-
-
-def _system(data: Mapping[str, Any]) -> SystemSummary:
-    values: dict[str, Any] = dict(_known(SystemSummary, data))
-    for item in dataclasses.fields(SystemSummary):
-        if str(item.type) == "Statistics | None" and values.get(item.name):
-            values[item.name] = Statistics(**_known(Statistics, values[item.name]))
-    return SystemSummary(**values)

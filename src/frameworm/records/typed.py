@@ -1,0 +1,100 @@
+"""Stored records, read back by the types of their fields: a value of another kind is an error that names its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+_Record = TypeVar("_Record")
+_Reader = Callable[[Any, str], Any]
+LARGEST = 2**63  # of whole numbers: none that a run writes is larger
+_NOT_FINITE = ("nan", "inf", "-inf")  # how `json_ready` writes them
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
+    """Make a record of plain data; unknown keys of later versions are ignored.
+
+    Args:
+        kind: A dataclass whose fields are numbers, texts, lists, mappings and other such dataclasses.
+        data: What JSON gave.
+        place: Where in the file it stands.
+
+    Raises:
+        TypeError: A value is not of its field's kind, or is missing.
+    """
+    if not isinstance(data, Mapping):
+        raise _wrong(data, "a mapping", place)
+    values = {}
+    for name, (plain, numeric, read) in _fields(kind).items():
+        value = data.get(name, dataclasses.MISSING)
+        found = type(value)
+        if found in plain or (found is int and numeric and -LARGEST < value < LARGEST):  # nearly all values
+            values[name] = value
+        elif value is not dataclasses.MISSING:
+            value = read(value, f"{place}.{name}" if place else name)
+            if value is not dataclasses.MISSING:
+                values[name] = value
+    return kind(**values)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, _Reader]]:
+    """Of each field the types that need no second look, whether it is a number, and what reads any other."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        parts = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+        plain = frozenset(parts & {float, str, bool, types.NoneType})
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        found[field.name] = (plain, bool(parts & {int, float}), functools.partial(_read, hint, has_default))
+    return found
+
+
+def _read(hint: Any, has_default: bool, value: Any, place: str) -> Any:
+    """A value as a type hint wants it; MISSING for null where the field's default stands for that."""
+    if hint is Any:
+        return value
+    if isinstance(hint, types.UnionType):
+        inner = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        assert len(inner) == 1, hint
+        return None if value is None else _read(inner[0], False, value, place)
+    if value is None and has_default:
+        return dataclasses.MISSING
+    origin = typing.get_origin(hint) or hint
+    if origin is list:
+        if not isinstance(value, list):
+            raise _wrong(value, "a list", place)
+        (item,) = typing.get_args(hint)
+        return [_read(item, False, entry, f"{place}[{number}]") for number, entry in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, "a mapping", place)
+        _, item = typing.get_args(hint)
+        if item is float and all(type(entry) is float for entry in value.values()):
+            return dict(value)
+        return {str(name): _read(item, False, entry, f"{place}.{name}") for name, entry in value.items()}
+    return read_record(hint, value, place) if dataclasses.is_dataclass(hint) else _scalar(hint, value, place)
+
+
+def _scalar(kind: Any, value: Any, place: str) -> Any:
+    if kind is float and value in _NOT_FINITE:
+        return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and is_number and abs(value) < LARGEST and value == int(value):
+        return int(value)
+    if kind is float and is_number and abs(value) < LARGEST * LARGEST:
+        return value
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    raise _wrong(value, _WORDS[kind], place)
+
+
+def _wrong(value: Any, wanted: str, place: str) -> TypeError:
+    text = repr(value)
+    return TypeError(f"{place or 'it'} is {text if len(text) <= 40 else text[:40] + '...'}, not {wanted}")
