@@ -41,9 +41,6 @@ class ZeRO1Strategy(DDPStrategy):
 
     name = "zero1"
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        _refuse_state(optimizer, self.name)
-
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return rebuild_sharded(optimizer)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from frameworm.errors import ModelError
+from frameworm.errors import ModelError, StateError
 
 with warnings.catch_warnings():
     # torch warns about what it itself does when this is imported.
@@ -44,6 +45,7 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
         **settings: Any,
     ) -> None:
         super().__init__(params, optimizer_class, parameters_as_bucket_view=parameters_as_bucket_view, **settings)
+        self._given: torch.optim.Optimizer | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -81,15 +83,44 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
                     state[place] = state_dict["state"][numbers[parameter]]
             groups.append({**group, "params": places})
         self.optim.load_state_dict({"state": state, "param_groups": groups})
+        if self._given is not None:
+            self._given.state = self.optim.state
+
+    def take_over(self, given: torch.optim.Optimizer) -> None:
+        """Go on with this rank's share of a state, and keep the share in the given optimizer, for a later training.
+
+        All ranks must call it.
+
+        Raises:
+            StateError: The given optimizer holds another share, from a training that divided the parameters otherwise.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        own = {parameter for group in self.optim.param_groups for parameter in group["params"]}
+        held = {number for number, parameter in enumerate(parameters) if given.state.get(parameter)}
+        held_by_ranks: list[set[int]] = [held] * dist.get_world_size()
+        dist.all_gather_object(held_by_ranks, held)
+        missing = {number for number in set().union(*held_by_ranks) - held if parameters[number] in own}
+        lacking: list[bool] = [False] * len(held_by_ranks)
+        dist.all_gather_object(lacking, bool(missing))
+        if any(lacking):
+            raise StateError(
+                "strategy zero1: the optimizer's parameters were divided otherwise among the ranks in the last "
+                "train(), so a part of its state lies on other ranks; pass a new optimizer, or resume the run from its "
+                "checkpoint"
+            )
+        self.optim.state.update({parameter: state for parameter, state in given.state.items() if parameter in own})
+        self._given = given
+        given.state = self.optim.state
 
 
 def rebuild_sharded(optimizer: torch.optim.Optimizer) -> ZeROStage1Optimizer:
     """The same kind of optimizer over the same groups, with its state divided among the ranks.
 
-    The groups are shared: whoever sets a learning rate in the given one sets it in the new one.
+    The groups are shared: whoever sets a learning rate in the given one sets it in the new one. So is the state.
 
     Raises:
         ModelError: The parameters are of several types.
+        StateError: The given one holds another rank's share of the state.
     """
     kind = type(optimizer)
     names = inspect.signature(kind.__init__).parameters
@@ -102,7 +133,7 @@ def rebuild_sharded(optimizer: torch.optim.Optimizer) -> ZeROStage1Optimizer:
         rebuilt = ZeROStage1Optimizer(groups, kind, parameters_as_bucket_view=as_views, **settings)
     except ValueError as error:
         raise ModelError(f"strategy zero1 cannot divide this optimizer's state: {error}; use ddp") from None
-    optimizer.state.clear()
+    rebuilt.take_over(optimizer)
     # A scheduler of torch's watches the given one, whose step() nobody will call.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return rebuilt
