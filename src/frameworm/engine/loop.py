@@ -129,7 +129,10 @@ class TrainingLoop:
             self._drain()
             if reason is not None:
                 return reason
-            self._end_epoch()
+            cut = self._out_of_steps() and progress.step_in_epoch != self._source.steps_per_epoch
+            if cut:
+                self._state.cut_epoch()
+            self._end_epoch(cut)
             self._state.forget_epoch_start()
             best = self._limits.keep_best
             if best is not None and among_best(progress.epochs, best.metric, best.keep_best):
@@ -196,7 +199,10 @@ class TrainingLoop:
             progress.step = number
             progress.step_in_epoch += 1
             progress.epoch_samples += batch.global_samples
+            progress.validated = False
             if last:
+                if progress.step_in_epoch != length:
+                    self._state.before_last_validation()
                 mark(OTHER)
                 self._run_validation()
                 mark(VALIDATION)
@@ -224,7 +230,7 @@ class TrainingLoop:
             self._before.save_turns.started()
 
     def _out_of_steps(self) -> bool:
-        return self._limits.max_steps is not None and self.progress.step >= self._limits.max_steps
+        return self.progress.out_of_steps(self._limits.max_steps)
 
     def _run_validation(self) -> None:
         if self._validate is not None:
@@ -291,7 +297,7 @@ class TrainingLoop:
                 begun = number - 1 - (progress.step - progress.step_in_epoch)
                 bad_numbers.see(number, begun, epoch, loss if count else None, bool(skipped), grad_norm)
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, cut: bool) -> None:
         progress = self.progress
         if not progress.validated:  # nobody knew that the last step was the last
             self._run_validation()
@@ -306,7 +312,8 @@ class TrainingLoop:
         )
         progress.end_epoch(record)
         metric = record.train_loss if record.val_loss is None else record.val_loss
-        self._step.update.schedule.after_epoch(metric)
+        if not cut:  # an epoch that a later run may finish has not told yet how good it is
+            self._step.update.schedule.after_epoch(metric)
+            progress.finished = progress.should_stop_early(self._limits.early_stop, record)
         self._events.on_epoch(record)
-        if self._out_of_steps() or progress.should_stop_early(self._limits.early_stop, record):
-            progress.finished = True
+        progress.finished = progress.finished or self._out_of_steps()

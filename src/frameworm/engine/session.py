@@ -162,9 +162,7 @@ class TrainingSession:
         self._notes += self._state.restore(newest[1], str(newest[0].path))
         progress = self._state.progress
         limits = self._job.config.training
-        more_steps = limits.max_steps is None or progress.step < limits.max_steps
-        if progress.finished and progress.epoch < limits.epochs and more_steps and limits.early_stop is None:
-            progress.finished = False
+        progress.go_on(limits.epochs, limits.max_steps, limits.early_stop)
         output.forget_steps_after(self._rank, progress.step)
         for step in output.earlier_steps(self._rank):
             self._output.tally.on_step(step)
@@ -176,7 +174,9 @@ class TrainingSession:
             progress.step_in_epoch,
         )
         if progress.finished:
-            log.info("that run had come to its end; raise training.epochs to train on")
+            stopped_early = progress.epoch < limits.epochs and not progress.out_of_steps(limits.max_steps)
+            limit = "training.early_stop.patience" if stopped_early else "training.epochs or training.max_steps"
+            log.info("that run had come to its end; raise %s to train on", limit)
 
     def _finish(self, status: str, *, whole: bool) -> None:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""

@@ -30,6 +30,8 @@ class Progress:
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
+    # Where `max_steps` ended the last epoch before its end: a run that gets more steps goes on there.
+    cut: dict[str, Any] | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,6 +52,29 @@ class Progress:
         self.epoch_samples = 0
         self.validated = False
         self.val_loss = self.val_accuracy = None
+
+    def cut_epoch(self) -> None:
+        """Remember where the running epoch, which `end_epoch` closes before its end, was left."""
+        self.cut = {name: getattr(self, name) for name in ("epoch", "step_in_epoch", "epoch_s", "epoch_samples")}
+
+    def go_on(self, epochs: int, max_steps: int | None, rule: EarlyStopConfig | None) -> None:
+        """Let a finished run train on if the limits now allow it: in the epoch that was cut, or the next one."""
+        # Not as it was counted then: the rule may be another now.
+        self.best, self.epochs_without_gain = None, 0
+        stalled = [self.should_stop_early(rule, record) for record in self.epochs[: -1 if self.cut else None]][-1:]
+        epoch = self.epoch if self.cut is None else self.cut["epoch"]
+        if not self.finished or epoch >= epochs or self.out_of_steps(max_steps) or any(stalled):
+            return
+        self.finished = False
+        if self.cut is not None:
+            del self.epochs[self.cut["epoch"] :]
+            for name, value in self.cut.items():
+                setattr(self, name, value)
+            self.cut = None
+
+    def out_of_steps(self, max_steps: int | None) -> bool:
+        """Whether the run has taken all the steps it may."""
+        return max_steps is not None and self.step >= max_steps
 
     def should_stop_early(self, rule: EarlyStopConfig | None, record: EpochRecord) -> bool:
         """Note the epoch's metric, and say whether it has stalled for too long. A missing or NaN metric is no gain."""

@@ -35,6 +35,8 @@ class TrainingState:
     # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
     epoch_random: dict[str, Any] | None = None
     _resumed_random: dict[str, Any] | None = None
+    _random_at_cut: dict[str, Any] | None = None
+    _own_at_cut: dict[str, Any] | None = None
 
     def remember_epoch_start(self) -> None:
         """Call before the loader of an epoch is made."""
@@ -43,6 +45,17 @@ class TrainingState:
     def forget_epoch_start(self) -> None:
         """Call when an epoch is over."""
         self.epoch_random = None
+
+    def before_last_validation(self) -> None:
+        """Call after the step that `max_steps` makes the last: what validation draws is not the epoch's."""
+        self._random_at_cut = random_state(self.strategy.device)
+
+    def cut_epoch(self) -> None:
+        """Call when `max_steps` has ended the running epoch early, before it is closed: it may be finished later."""
+        self.progress.cut_epoch()
+        self._own_at_cut = self._own_state()
+        if self._random_at_cut is not None:
+            self._own_at_cut["random"] = self._random_at_cut
 
     def capture(self, staging: Staging | None, settle: Callable[[], None] = lambda: None) -> Snapshot:
         """A copy of this rank's share of the state. All ranks must call it.
@@ -76,13 +89,16 @@ class TrainingState:
             "precision": self.precision.state_dict(),
             "progress": self.progress.state_dict(),
         }
-        own = {
+        return common, self._own_state() if self._own_at_cut is None else self._own_at_cut
+
+    def _own_state(self) -> dict[str, Any]:
+        """This rank's part of what is no tensor of the model or optimizer."""
+        return {
             "random": random_state(self.strategy.device),
             "epoch_random": self.epoch_random,
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
         }
-        return common, own
 
     def _own_copies(self) -> dict[str, Any]:
         """Model and optimizer of this rank, where each has its own."""
