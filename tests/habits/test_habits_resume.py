@@ -138,7 +138,6 @@ def _check_each_sample_once(first: list[list[float]], rest: list[list[float]]) -
     assert not repeated, "samples were trained twice in the epoch"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="resume seeks by steps, not by samples")
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [("ours", 4, 8), ("ours", 8, 4), ("ours", 4, 12), ("shuffled", 4, 8), ("shuffled", 8, 4)],
@@ -157,7 +156,6 @@ def _train_rank(
     return train_recorded(_loader(kind, 4), Path(folder), interrupt_in=interrupt_in, resume=resume)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="resume seeks by steps, not by samples")
 @pytest.mark.parametrize(("kind", "before", "after"), [("in order", 1, 2), ("ours", 2, 1)])
 def test_resume_with_another_number_of_processes_trains_every_sample_once(
     run_ranks: Callable[..., Any], tmp_path: Path, kind: str, before: int, after: int
@@ -181,11 +179,6 @@ def _train_rank_or_refuse(rank: int, world_size: int, folder: str) -> list[list[
         return None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="one process shuffles with torch's random state, several with the run's seed, and resume seeks by steps",
-)
 def test_a_shuffled_loader_on_more_processes_trains_every_sample_once_or_is_refused(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -217,14 +210,12 @@ def _run_config_rank(rank: int, world_size: int, folder: str) -> list[list[float
     return _run_config(Path(folder), 4, None, True)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="resume seeks by steps, not by samples")
 @pytest.mark.parametrize("after", [8, 2])
 def test_a_config_with_another_batch_size_trains_every_sample_once(tmp_path: Path, after: int) -> None:
     first = _run_config(tmp_path / "run", 4, TRAINED // 4, False)
     _check_each_sample_once(first, _run_config(tmp_path / "run", after, None, True))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="resume seeks by steps, not by samples")
 def test_a_config_with_a_batch_size_per_device_goes_on_with_two_processes(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.prefetch import CudaDataLoader, batch_size_of
 from frameworm.errors import ConfigError, DataError
 
 SEED_LIMIT = 2**63
@@ -32,6 +32,11 @@ class RankBatches:
         self.source = source
         self.rank = rank
         self.world_size = world_size
+        self._skip = 0
+
+    def skip(self, samples: int) -> None:
+        """Let the next iteration, and only that one, begin after so many samples of the source."""
+        self._skip = samples
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the source the epoch, if it wants to know."""
@@ -39,10 +44,37 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.source if isinstance(self.source, Iterable) else self.source()
-        return islice(iter(batches), self.rank, None, self.world_size)
+        skip, self._skip = self._skip, 0
+        return islice(after_samples(iter(batches), skip), self.rank, None, self.world_size)
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.source) - self.rank) // self.world_size))
+
+
+def after_samples(batches: Iterator[Any], samples: int) -> Iterator[Any]:
+    """Read batches until so many samples have passed, and return the rest.
+
+    Raises:
+        DataError: That is in the middle of a batch.
+    """
+    passed = 0
+    while passed < samples:
+        batch = next(batches, None)
+        if batch is None:
+            break
+        passed += samples_in(batch)
+    if passed > samples:
+        raise DataError(
+            f"the run stopped after {samples} samples of the epoch, which is in the middle of one of this loader's "
+            "batches; resume with the batch size it had, or one that divides that number"
+        )
+    return batches
+
+
+def samples_in(batch: Any) -> int:
+    """Samples in a batch; one that does not say counts as one."""
+    size = batch_size_of(batch)
+    return 1 if size is None else size
 
 
 def adopt_loader(

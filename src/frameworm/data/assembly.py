@@ -215,6 +215,7 @@ def make_stream(
     placement: Placement,
     owns_samples: bool,
     epoch: SharedEpoch,
+    skip: tuple[int, int] = (0, 0),
 ) -> StreamBatches:
     """This rank's batches of an iterable data set."""
     shards_itself = bool(getattr(dataset, "shards_itself", False))
@@ -229,6 +230,7 @@ def make_stream(
         drop_last=settings.drop_last,
         workers_split=not shards_itself and settings.worker_init_fn is None,
         own_seed=placement.rank if owns_samples else 0,
+        skip=skip,
     )
 
 

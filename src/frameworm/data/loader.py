@@ -24,7 +24,7 @@ from frameworm.data.assembly import (
     stream_length,
     whole_groups,
 )
-from frameworm.data.batches.batching import Batching, narrowed
+from frameworm.data.batches.batching import Batching, arrangement, narrowed
 from frameworm.data.batches.chunks import PackedBatches
 from frameworm.data.batches.counts import TokenCounts
 from frameworm.data.batches.packed import batches_of, packing_of
@@ -69,6 +69,7 @@ class OptimizedDataLoader:
         self._epoch = 0
         self._shared_epoch = SharedEpoch()
         self._start = 0
+        self._skip = (0, 0)
         self._generator = torch.Generator()
         self._tokens: TokenCounts | None = None
         self._packed: PackedBatches | None = None
@@ -252,6 +253,38 @@ class OptimizedDataLoader:
         else:
             self._start = step
 
+    def skip(self, samples: int, arranged_for: int | None = None) -> None:
+        """Leave out the first samples of the current epoch, over all ranks; its steps are cut anew from there.
+
+        Args:
+            samples: How many.
+            arranged_for: The global batch for which the epoch's order was arranged, where that depends on it.
+
+        Raises:
+            DataError: Each rank or worker reads samples of its own, so nobody knows which ones come first.
+        """
+        placement = self._ready()
+        if self._owns_samples and placement.world_size > 1 or self._is_stream and self._workers_own:
+            raise DataError(
+                "the data set shards itself, so a run that stopped in the middle of an epoch goes on only with the "
+                "batch size and number of processes it began with"
+            )
+        if self._sampler is None:
+            self._skip, self._loader = (self._epoch, samples), None
+            return
+        settings = self.settings
+        arrange = None
+        if arranged_for is not None:
+            arrange = arrangement(self.dataset, self._batching, settings.balances, arranged_for, settings.seed)
+        self._sampler.skip(self._epoch, samples, arrange)
+        self._plan_batches(self._sampler)
+
+    @property
+    def order(self) -> str:
+        """The order of samples in words; loaders of the same words yield the same samples."""
+        self._ready()
+        return f"a stream read with seed {self.settings.seed}" if self._sampler is None else self._sampler.describe()
+
     def step_shape(self, step: int) -> StepShape:
         """Size of a step of the current epoch on this rank, in samples and, where the data set tells, tokens."""
         self._ready()
@@ -320,17 +353,26 @@ class OptimizedDataLoader:
                 self.dataset, self.batch_size, self.settings, placement, self._owns_samples, fill_empty, self._batching
             )
             self._sampler.set_epoch(self._epoch)
-            if self._packed is not None:
-                if self._owns_samples and placement.world_size > 1:
-                    raise ConfigError("batching packed: ranks that hold samples of their own cannot agree on a shape")
-                self._packed.place(self._sampler)
-            self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
+            if self._packed is not None and self._owns_samples and placement.world_size > 1:
+                raise ConfigError("batching packed: ranks that hold samples of their own cannot agree on a shape")
+            self._plan_batches(self._sampler)
         self._placement = placement
         self._fill_empty = fill_empty
         self._loader = None
         self._start = 0
         if self.settings.num_workers == "auto":
             self._workers = None
+
+    def _plan_batches(self, sampler: StepSampler) -> None:
+        if self._packed is not None:
+            self._packed.place(sampler)
+        self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
+
+    @property
+    def _workers_own(self) -> bool:
+        """Whether each worker reads samples of its own."""
+        own = bool(getattr(self.dataset, "shards_itself", False)) or self.settings.worker_init_fn is not None
+        return own and self.num_workers > 1
 
     def _choose_workers(self) -> int:
         chosen = self.settings.num_workers
@@ -348,7 +390,7 @@ class OptimizedDataLoader:
         source = self._source
         if self._sampler is None:
             source = make_stream(
-                source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch
+                source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch, self._skip
             )
         shared = (self._generator, self._shared_epoch, self._skipped)
         return build_loader(source, self._sampler, self.settings, workers, *shared)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from frameworm.data.adopt import RankBatches, set_loader_epoch
+from frameworm.data.adopt import RankBatches, after_samples, samples_in, set_loader_epoch
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.position import Reading, order_of, skipping
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.skipping import SkippedSample
 from frameworm.errors import DataError
 
@@ -65,11 +67,26 @@ class StepSource:
         )
         self.steps_per_epoch = self._count_steps()
         """Steps in an epoch, or None when nobody knows beforehand; the same on all ranks."""
+        self.reading = self._describe()
+        """How the running epoch is read."""
         if world_size > 1 and self._planned is None and not self._even:
             # One rank may have a batch more than another; the one with the most decides when an epoch is over.
             assert max_over_ranks is not None
             most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
             self.steps_per_epoch = None if math.isinf(most) else int(most)
+        self.steps_in_epoch = self.steps_per_epoch
+        """Steps in the running epoch, which are others if it was begun with another batch; None when nobody knows."""
+        self._first_step = 0
+
+    def _describe(self) -> Reading:
+        planned = self._planned
+        return Reading(
+            order_of(self._inner),
+            getattr(self._inner, "batch_size", None),
+            self._accumulation,
+            self._world_size,
+            None if planned is None else planned.global_batch,
+        )
 
     @property
     def copies(self) -> CudaDataLoader | None:
@@ -88,6 +105,7 @@ class StepSource:
     def sample_ids(self, step: int) -> list[list[Any]] | None:
         """This rank's samples in a step (from 0) of the epoch that runs, by micro-batch; None where nobody knows."""
         sampler = None if self._planned is None else self._planned.sampler
+        step -= self._first_step
         if sampler is None or not 0 <= step < sampler.steps_per_epoch:
             return None
         return [indices.tolist() for indices in sampler.indices(step)]
@@ -109,20 +127,63 @@ class StepSource:
         except TypeError:
             return None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[StepBatch]:
+    def continue_reading(self, before: dict[str, Any] | None) -> bool:
+        """Prepare to go on in an epoch that was read in a certain way before; says whether the batch has changed.
+
+        Args:
+            before: `reading` of the run that stopped, as plain data; None if its checkpoint does not tell.
+
+        Raises:
+            DataError: The samples come in another order now.
+        """
+        if before is not None:
+            self.reading = self._describe().after(Reading(**before))
+        return self.reading.mixed
+
+    def epoch(self, epoch: int, start: int = 0, samples: int | None = None) -> Iterator[StepBatch]:
         """The steps of an epoch (numbered from 0) from step `start` on.
 
         A foreign loader is read through from its beginning, so that whatever it draws at random it draws again.
+
+        Args:
+            epoch: Which.
+            start: Steps that have been trained already.
+            samples: Samples in these, over all ranks, which count if their batches were of another size; None: they
+                were not.
         """
         set_loader_epoch(self._inner, epoch)
+        if not start:
+            self.reading = self._describe()
+        self._first_step, self.steps_in_epoch = 0, self.steps_per_epoch
+        if start and samples is not None and self.reading.mixed:
+            return self._after_samples(start, samples)
         if self._planned is not None:
             return self._planned_steps(start)
-        batches = iter(self.loader)
-        alone = self._accumulation == 1 and (self._world_size == 1 or self._even)
-        steps = self._single_steps(batches) if alone else self._grouped_steps(batches)
+        steps = self._group(iter(self.loader), self._even)
         for _ in range(start):
             next(steps, None)
         return steps
+
+    def _after_samples(self, start: int, samples: int) -> Iterator[StepBatch]:
+        """The steps that are left of an epoch in which the batch has changed."""
+        inner, self._first_step, self.steps_in_epoch = self._inner, start, None
+        if isinstance(inner, OptimizedDataLoader):
+            inner.skip(samples, self.reading.arranged_for)
+            if self._planned is None:
+                return self._group(iter(self.loader), False)
+            self.steps_in_epoch = start + self._planned.steps_per_epoch
+            return self._planned_steps(0)
+        if isinstance(inner, RankBatches) or getattr(inner, "batch_sampler", None) is not None:
+            with skipping(inner, samples):
+                batches = iter(self.loader)
+                # A loader may draw its order with its first batch, from the random state that is in force now.
+                return self._group(chain(_take(batches, 1), batches), False)
+        return self._group(after_samples(iter(self.loader), samples), False)
+
+    def _group(self, batches: Iterator[Any], even: bool) -> Iterator[StepBatch]:
+        """Steps of micro-batches; `even` says that the ranks have equally many samples in each."""
+        alone = self._accumulation == 1 and (self._world_size == 1 or even)
+        return self._single_steps(batches) if alone else self._grouped_steps(batches, even)
 
     def open_ahead(self, epoch: int) -> None:
         """Call before the last step of the epoch before: what can be made ready of an epoch's first batches is made."""
@@ -153,18 +214,18 @@ class StepSource:
     def _single_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
         """One batch is one step, and no rank needs to be asked: `_grouped_steps` for the common case, at less cost."""
         for batch in batches:
-            samples = _size(batch)
+            samples = samples_in(batch)
             if samples == 0:
                 return
             yield StepBatch([batch], [samples], samples * self._world_size)
 
-    def _grouped_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
+    def _grouped_steps(self, batches: Iterator[Any], even: bool) -> Iterator[StepBatch]:
         last: Any = None
         while True:
             group = _take(batches, self._accumulation)
-            samples = [_size(batch) for batch in group]
+            samples = [samples_in(batch) for batch in group]
             local = sum(samples)
-            if self._world_size == 1 or self._even:
+            if self._world_size == 1 or even:
                 total = local * self._world_size
             else:
                 assert self._sum_over_ranks is not None
@@ -194,8 +255,3 @@ def _take(batches: Iterable[Any], count: int) -> list[Any]:
         if len(taken) == count:
             break
     return taken
-
-
-def _size(batch: Any) -> int:
-    size = batch_size_of(batch)
-    return 1 if size is None else size

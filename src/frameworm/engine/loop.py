@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter, time
@@ -121,7 +122,8 @@ class TrainingLoop:
         while not progress.finished and progress.epoch < self._limits.epochs:
             self._state.remember_epoch_start()
             self._start_clock()  # to start a loader and its workers is to wait for data
-            steps = self._source.epoch(progress.epoch, progress.step_in_epoch)
+            steps = self._source.epoch(progress.epoch, progress.step_in_epoch, progress.epoch_samples)
+            progress.reading = dataclasses.asdict(self._source.reading)
             self._state.continue_random_numbers()
             if progress.step_in_epoch:  # what a resumed run reads again belongs to no step
                 self._start_clock()
@@ -129,7 +131,7 @@ class TrainingLoop:
             self._drain()
             if reason is not None:
                 return reason
-            cut = self._out_of_steps() and progress.step_in_epoch != self._source.steps_per_epoch
+            cut = self._out_of_steps() and progress.step_in_epoch != self._source.steps_in_epoch
             if cut:
                 self._state.cut_epoch()
             self._end_epoch(cut)
@@ -156,7 +158,7 @@ class TrainingLoop:
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         group = update.optimizer.param_groups[0]
-        length, copies = self._source.steps_per_epoch, self._source.copies
+        length, copies = self._source.steps_in_epoch, self._source.copies
         if copies is not None:
             copies.copied_s = 0.0
         fresh = True

@@ -11,10 +11,12 @@ from frameworm.data.samples.skipping import describe
 from frameworm.data.steps import close_loader
 from frameworm.engine.builders import begin_record, build_protection, build_step, open_run, prepare_model
 from frameworm.engine.checkpoint.load import load_newest
+from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.timed_saves import make_save_turns, make_timed_saves
 from frameworm.engine.job import Job
 from frameworm.engine.loop import AfterStep, BeforeStep, Limits, Requests, TrainingLoop
 from frameworm.engine.model.processors import host_layers, quick_turns
+from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.summary import fill_record, flatten_notes, judge_run, stop_error, summarise_rank
@@ -159,10 +161,16 @@ class TrainingSession:
             log.info("%s holds no checkpoint yet: starting from the first step", folder.path)
             output.forget_steps_after(self._rank, 0)
             return
+        progress, limits, source = self._state.progress, self._job.config.training, self._job.train
+        saved = Progress.from_state(newest[1].shared["progress"])
+        saved.go_on(limits.epochs, limits.max_steps, limits.early_stop)
+        if saved.step_in_epoch and not saved.finished and source.continue_reading(saved.reading):
+            text = f"resumed with another batch: the epoch goes on after its first {saved.epoch_samples} samples"
+            self._notes.append(text)
+            log.info("%s", text)
         self._notes += self._state.restore(newest[1], str(newest[0].path))
-        progress = self._state.progress
-        limits = self._job.config.training
         progress.go_on(limits.epochs, limits.max_steps, limits.early_stop)
+        self._fit_schedule()
         output.forget_steps_after(self._rank, progress.step)
         for step in output.earlier_steps(self._rank):
             self._output.tally.on_step(step)
@@ -177,6 +185,20 @@ class TrainingSession:
             stopped_early = progress.epoch < limits.epochs and not progress.out_of_steps(limits.max_steps)
             limit = "training.early_stop.patience" if stopped_early else "training.epochs or training.max_steps"
             log.info("that run had come to its end; raise %s to train on", limit)
+
+    def _fit_schedule(self) -> None:
+        """Let the learning rate come to its end with the training if steps of another size have been taken."""
+        schedule, progress, limits = self._state.schedule, self._state.progress, self._job.config.training
+        per_epoch = self._job.train.steps_per_epoch
+        if per_epoch is None or not isinstance(schedule, Schedule):
+            return
+        done = progress.step_in_epoch
+        if self._job.train.reading.mixed and self._job.batch.global_:
+            done = progress.epoch_samples // self._job.batch.global_
+        planned = per_epoch * limits.epochs
+        total = progress.step + planned - per_epoch * progress.epoch - done
+        if limits.max_steps is None or total < limits.max_steps:
+            schedule.shift(planned - total)
 
     def _finish(self, status: str, *, whole: bool) -> None:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""

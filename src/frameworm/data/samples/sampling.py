@@ -127,6 +127,7 @@ class StepSampler(Sampler[list[int]]):
         self._size = size
         self._epoch = 0
         self._start = 0
+        self._skipped: tuple[int, int, Arrange | None] | None = None
         self._orders: dict[int, Order] = {}
         self._plans: dict[int, list[Piece]] = {}
         self._check_size(size)
@@ -134,7 +135,7 @@ class StepSampler(Sampler[list[int]]):
     @property
     def size(self) -> int:
         """Samples in the epoch, the ones `drop_last` leaves out included."""
-        return self._size
+        return self._size - self._skipped_in(self._epoch)
 
     @property
     def epoch(self) -> int:
@@ -157,6 +158,22 @@ class StepSampler(Sampler[list[int]]):
         if not 0 <= step <= self.steps_per_epoch:
             raise ConfigError(f"step: {step} is not within the epoch's {self.steps_per_epoch} steps")
         self._start = step
+
+    def skip(self, epoch: int, samples: int, arrange: Arrange | None = None) -> None:
+        """Leave out the first samples of an epoch; its steps are cut anew, and counted, from there.
+
+        Args:
+            epoch: Which; all others stay whole.
+            samples: How many of its order.
+            arrange: Arranges that epoch instead of the sampler's own, as it was when those samples were taken.
+        """
+        self._skipped = (epoch, samples, arrange)
+        self._orders.pop(epoch, None)
+
+    def describe(self) -> str:
+        """The order of an epoch in words; two samplers of the same words draw the same order."""
+        order = f"shuffled by seed {self.seed}" if self.shuffle else "in the order of the data set"
+        return f"{self._size} samples {order}{'' if self._arrange is None else ', arranged by length'}"
 
     def shape(self, step: int) -> StepShape:
         """How many samples each micro-batch of a step holds."""
@@ -181,7 +198,7 @@ class StepSampler(Sampler[list[int]]):
         """The order of any epoch; the last `kept_orders` that were asked for are kept, and may be drawn in a thread."""
         order = self._orders.get(epoch)
         if order is None:
-            order = self._draw(epoch)
+            order = self._draw(epoch)[self._skipped_in(epoch) :]
             while len(self._orders) >= self.kept_orders:
                 self._orders.pop(next(iter(self._orders)), None)
             self._orders[epoch] = order
@@ -221,7 +238,13 @@ class StepSampler(Sampler[list[int]]):
             order = np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self._size)
         else:
             order = np.arange(self._size)
-        return order if self._arrange is None else self._arrange(order, epoch)
+        arrange = self._arrange
+        if self._skipped is not None and self._skipped[0] == epoch:
+            arrange = self._skipped[2] or arrange
+        return order if arrange is None else arrange(order, epoch)
+
+    def _skipped_in(self, epoch: int) -> int:
+        return self._skipped[1] if self._skipped is not None and self._skipped[0] == epoch else 0
 
     def _batches(self, order: Order, start: int) -> Iterator[list[int]]:
         # Only now is the seek spent: torch's loader makes two iterators to begin with and draws from the second.
@@ -309,6 +332,9 @@ class OrderedSplitSampler(StepSampler):
     @property
     def size(self) -> int:
         return len(self.order())
+
+    def describe(self) -> str:
+        return f"samples in the order that {type(self.sampler).__name__} draws from seed {self.seed}"
 
     def _draw(self, epoch: int) -> Order:
         set_epoch = getattr(self.sampler, "set_epoch", None)

@@ -38,6 +38,7 @@ class StreamBatches(IterableDataset[Any]):
         workers_split: Whether workers take different rounds; otherwise the data set, or the user's `worker_init_fn`,
             gives each worker its own samples.
         own_seed: A number that is different for streams that should draw different things.
+        skip: Epoch and number of samples of the whole stream that are left out at its beginning.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StreamBatches(IterableDataset[Any]):
         drop_last: bool,
         workers_split: bool,
         own_seed: int = 0,
+        skip: tuple[int, int] = (0, 0),
     ) -> None:
         self.inner = inner
         self._batch_size = batch_size
@@ -64,6 +66,7 @@ class StreamBatches(IterableDataset[Any]):
         self._drop_last = drop_last
         self._workers_split = workers_split
         self._own_seed = own_seed
+        self._skip = skip
         self._place: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,9 +83,14 @@ class StreamBatches(IterableDataset[Any]):
             seed_process(self._seed, epoch, self._rank, worker, 1)
         with state:
             samples = iter(self.inner)
-        return self._rounds(samples, state, worker, workers if self._workers_split else 1)
+        skip = self._skip[1] if self._skip[0] == epoch else 0
+        return self._rounds(samples, state, skip, worker, workers if self._workers_split else 1)
 
-    def _rounds(self, samples: Iterator[Any], state: RandomState, worker: int, workers: int) -> Iterator[Any]:
+    def _rounds(
+        self, samples: Iterator[Any], state: RandomState, skip: int, worker: int, workers: int
+    ) -> Iterator[Any]:
+        with state:
+            next(islice(samples, skip, skip), None)
         size = self._world_size * self._batch_size
         turn = 0
         while True:

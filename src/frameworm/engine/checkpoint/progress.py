@@ -21,6 +21,7 @@ class Progress:
     step: int = 0  # attempted steps
     epoch_s: float = 0.0  # training time of the running epoch
     epoch_samples: int = 0  # over all ranks
+    reading: dict[str, Any] | None = None  # how the running epoch is read: `frameworm.data.position.Reading`
     loss_sum: float = 0.0  # on this rank, loss x count
     count_sum: float = 0.0
     # Set when the running epoch has been validated: a run that stops right then must not do it again.

@@ -70,14 +70,19 @@ class Schedule:
         self._optimizer = optimizer
         self._shape = SHAPES[kind]
         self._total = total_steps or 1
+        self._shift = 0
         self._warmup = warmup
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
 
     def before_step(self, step: int) -> None:
         """Set the rates for step number `step`, counted from 0."""
-        factor = self._shape(step, self._total, self._warmup)
+        factor = self._shape(step + self._shift, self._total, self._warmup)
         for group, peak in zip(self._optimizer.param_groups, self._peaks):
             group["lr"] = peak * factor
+
+    def shift(self, steps: int) -> None:
+        """Count so many steps more (or fewer) than were taken, because those covered more (or less) of the data."""
+        self._shift = steps
 
     def after_step(self) -> None:
         """Nothing: the next rate follows from the step's number."""

@@ -1,0 +1,129 @@
+"""Where in an epoch a run stopped, and how any loader is brought there again: by samples where the batch has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from frameworm.data.adopt import RankBatches
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.errors import DataError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the running epoch is read; a checkpoint holds it, so that a resumed run knows what has changed.
+
+    Attributes:
+        order: The order of the samples in words.
+        micro_batch: Samples per forward pass on one rank; None where the loader does not say.
+        accumulation: Micro-batches per step.
+        world_size: Number of processes.
+        arranged_for: The global batch for which the order was arranged, where the loader plans its steps.
+        mixed: Steps of this epoch had another size before: only samples, not steps, say how far it has come.
+    """
+
+    order: str
+    micro_batch: int | None
+    accumulation: int
+    world_size: int
+    arranged_for: int | None = None
+    mixed: bool = False
+
+    def after(self, before: Reading) -> Reading:
+        """The same reading of an epoch that was begun otherwise.
+
+        Raises:
+            DataError: The samples come in another order now.
+        """
+        if self.order != before.order:
+            processes = f"{before.world_size} process{'es' * (before.world_size > 1)}"
+            raise DataError(
+                f"the run stopped in the middle of an epoch of {before.order}, and now there are {self.order}: some "
+                f"would be trained twice and others not at all; resume with the data, the seed and the {processes} of "
+                "that run"
+            )
+        if self.arranged_for is not None:  # a plan of steps depends on nothing but the global batch
+            alike = self.arranged_for == before.arranged_for
+        else:
+            alike = replace(self, mixed=before.mixed) == before
+        return replace(self, arranged_for=before.arranged_for, mixed=before.mixed or not alike)
+
+
+def order_of(loader: Any) -> str:
+    """The order in which any loader yields its samples, in words; of the same words, the same order can be expected."""
+    if isinstance(loader, OptimizedDataLoader):
+        return loader.order
+    if isinstance(loader, RankBatches):
+        loader = loader.source
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return f"batches of {type(loader).__name__}"
+    batches: Any = loader.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    if isinstance(sampler, SequentialSampler):
+        return f"{len(sampler)} samples in the order of the data set"
+    if isinstance(sampler, DistributedSampler):
+        order = f"shuffled by seed {sampler.seed} of its sampler" if sampler.shuffle else "dealt out in order"
+        return f"{len(sampler.dataset)} samples {order}"  # type: ignore[arg-type]
+    try:
+        count = f"{len(sampler)} "
+    except TypeError:
+        count = ""
+    return f"{count}samples in the order that {type(sampler).__name__} draws"
+
+
+@contextmanager
+def skipping(loader: Any, samples: int) -> Iterator[None]:
+    """Let an iterator that is made in this block begin after so many samples of the epoch, over all ranks.
+
+    What a torch loader draws at random it draws all the same; the samples themselves are not read.
+
+    Raises:
+        DataError: Nobody knows which of them are this rank's.
+    """
+    if isinstance(loader, RankBatches):
+        loader.skip(samples)
+        yield
+        return
+    assert isinstance(loader, DataLoader)
+    batches: Any = loader.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    if isinstance(sampler, DistributedSampler):  # rank r of n takes every n-th sample, from the r-th on
+        samples = max(0, -(-(samples - sampler.rank) // sampler.num_replicas))
+    elif isinstance(getattr(sampler, "num_replicas", None), int):
+        raise DataError(
+            f"the order of {type(sampler).__name__} is not known for another batch size or number of processes: a run "
+            "that stopped in the middle of an epoch goes on only with those it began with"
+        )
+    # torch guards the attribute, because loaders are often changed by mistake. Iterators keep what they find here.
+    object.__setattr__(loader, "batch_sampler", _Rest(batches, samples))
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, "batch_sampler", batches)
+
+
+class _Rest:
+    """A batch sampler's batches less the first samples; from the second epoch on, all of them."""
+
+    def __init__(self, batches: Any, skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        # In the generator, not before it: torch's loader makes two iterators to begin with and draws from the second.
+        skip, self._skip = self._skip, 0
+        for batch in self._batches:
+            if skip:
+                batch = list(batch)
+                skip, batch = max(0, skip - len(batch)), batch[skip:]
+            if len(batch):
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
