@@ -76,9 +76,6 @@ def _check_second_epoch(whole: list[list[float]], first: list[list[float]], rest
     assert found == expected, "the order and the values of an uninterrupted run"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="resume does not restore generators that belong to the loader"
-)
 @pytest.mark.parametrize("make_loader", [_loader_with_generator, _random_sampler, _subset_sampler, _random_split])
 def test_an_interrupted_epoch_trains_every_sample_once(
     tmp_path: Path, make_loader: Callable[[], DataLoader[Any]]
@@ -89,9 +86,6 @@ def test_an_interrupted_epoch_trains_every_sample_once(
     _check_second_epoch(whole, first, rest)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="resume does not restore generators that belong to the loader"
-)
 def test_the_same_loader_object_can_go_on_after_ctrl_c(tmp_path: Path) -> None:
     """As in a notebook: the loader that was interrupted is passed to the resumed run."""
     whole = train_recorded(_loader_with_generator(), tmp_path / "whole", epochs=2)
@@ -101,9 +95,6 @@ def test_the_same_loader_object_can_go_on_after_ctrl_c(tmp_path: Path) -> None:
     _check_second_epoch(whole, first, rest)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="resume starts persistent workers with another random state"
-)
 def test_persistent_workers_draw_the_augmentation_of_an_uninterrupted_run(tmp_path: Path) -> None:
     def train(folder: Path, **more: Any) -> list[list[float]]:
         loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=1, persistent_workers=True)

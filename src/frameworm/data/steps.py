@@ -20,6 +20,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.position import Reading, order_of, skipping
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.skipping import SkippedSample
+from frameworm.data.samples.worker_state import PersistentWorkers
 from frameworm.errors import DataError
 
 OverRanks = Callable[[float], float]
@@ -77,6 +78,16 @@ class StepSource:
         self.steps_in_epoch = self.steps_per_epoch
         """Steps in the running epoch, which are others if it was begun with another batch; None when nobody knows."""
         self._first_step = 0
+        self.workers = PersistentWorkers(self._inner)
+
+    @property
+    def user_objects(self) -> dict[str, Any]:
+        """The parts of the loader that are the user's own, by name."""
+        inner = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
+        if isinstance(inner, OptimizedDataLoader):
+            names = ("sampler", "collate_fn", "worker_init_fn")
+            return {"dataset": inner.dataset, **{name: getattr(inner.settings, name) for name in names}}
+        return {"loader": inner}
 
     def _describe(self) -> Reading:
         planned = self._planned
@@ -159,7 +170,8 @@ class StepSource:
             return self._after_samples(start, samples)
         if self._planned is not None:
             return self._planned_steps(start)
-        steps = self._group(iter(self.loader), self._even)
+        with self.workers.starting():
+            steps = self._group(iter(self.loader), self._even)
         for _ in range(start):
             next(steps, None)
         return steps
@@ -174,11 +186,12 @@ class StepSource:
             self.steps_in_epoch = start + self._planned.steps_per_epoch
             return self._planned_steps(0)
         if isinstance(inner, RankBatches) or getattr(inner, "batch_sampler", None) is not None:
-            with skipping(inner, samples):
+            with self.workers.starting(), skipping(inner, samples):
                 batches = iter(self.loader)
                 # A loader may draw its order with its first batch, from the random state that is in force now.
                 return self._group(chain(_take(batches, 1), batches), False)
-        return self._group(after_samples(iter(self.loader), samples), False)
+        with self.workers.starting():
+            return self._group(after_samples(iter(self.loader), samples), False)
 
     def _group(self, batches: Iterator[Any], even: bool) -> Iterator[StepBatch]:
         """Steps of micro-batches; `even` says that the ranks have equally many samples in each."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from frameworm.config.checks import workload_name
+from frameworm.data.samples.held import Held
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.store import CheckpointStore, make_store
 from frameworm.engine.checkpoint.training_state import TrainingState
@@ -130,7 +131,10 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     gradients = GradientWatch(job.model, strategy.device, eager.marking, clock.mark, unseen)
     if recorder is not None:
         step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
-    state = TrainingState(job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed)
+    held = Held({**job.train.user_objects, "validation": getattr(job.validation, "loader", None), "model": job.model})
+    state = TrainingState(
+        job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed, held, job.train.workers
+    )
     halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
     return StepParts(step, update, loss_function, state, clock, windows, ranks, gradients, halving, note)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from frameworm.data.samples.held import Held
+from frameworm.data.samples.worker_state import PersistentWorkers
 from frameworm.engine.checkpoint.load import SavedState, check_same_model
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, take_snapshot
@@ -32,6 +34,8 @@ class TrainingState:
     strategy: Strategy
     progress: Progress
     seed: int
+    held: Held  # generators of the loaders and of whatever else draws from its own
+    workers: PersistentWorkers
     # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
     epoch_random: dict[str, Any] | None = None
     _resumed_random: dict[str, Any] | None = None
@@ -40,7 +44,7 @@ class TrainingState:
 
     def remember_epoch_start(self) -> None:
         """Call before the loader of an epoch is made."""
-        self.epoch_random = random_state(self.strategy.device)
+        self.epoch_random = self._random_state(with_workers=True)
 
     def forget_epoch_start(self) -> None:
         """Call when an epoch is over."""
@@ -48,7 +52,7 @@ class TrainingState:
 
     def before_last_validation(self) -> None:
         """Call after the step that `max_steps` makes the last: what validation draws is not the epoch's."""
-        self._random_at_cut = random_state(self.strategy.device)
+        self._random_at_cut = self._random_state()
 
     def cut_epoch(self) -> None:
         """Call when `max_steps` has ended the running epoch early, before it is closed: it may be finished later."""
@@ -94,7 +98,7 @@ class TrainingState:
     def _own_state(self) -> dict[str, Any]:
         """This rank's part of what is no tensor of the model or optimizer."""
         return {
-            "random": random_state(self.strategy.device),
+            "random": self._random_state(with_workers=self.epoch_random is None),
             "epoch_random": self.epoch_random,
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
@@ -130,27 +134,42 @@ class TrainingState:
             setattr(self.progress, name, getattr(restored, name))
         return self._restore_ranks(saved.ranks)
 
+    def _random_state(self, *, with_workers: bool = False) -> dict[str, Any]:
+        state = {**random_state(self.strategy.device), "held": self.held.capture()}
+        return {**state, "workers": self.workers.capture()} if with_workers else state
+
+    def _restore_random(self, state: dict[str, Any]) -> list[str]:
+        """Set what a state holds, which need not be all; returns what the user should know."""
+        if "torch" in state:
+            restore_random_state(state, self.strategy.device)
+        missing = self.held.restore(state["held"]) if "held" in state else []
+        return [f"{name} is not there any more: what it drew at random is not continued" for name in missing]
+
+    def _restore_epoch(self, now: dict[str, Any], epoch_start: dict[str, Any] | None) -> list[str]:
+        """Set what the running epoch began with, so that its loader can be read again; without one, what comes next."""
+        self._resumed_random = None if epoch_start is None else now
+        begin = now if epoch_start is None else epoch_start
+        self.workers.restore(begin.get("workers"))
+        return self._restore_random(begin)
+
     def _restore_ranks(self, ranks: list[dict[str, Any]]) -> list[str]:
         rank, world_size = self.strategy.rank, len(ranks)
-        device = self.strategy.device
-        self._resumed_random = None
         if world_size == self.strategy.world_size:
             own = loaded(ranks[rank])
             if self.strategy.keeps_own_copy and own.get("model") is not None:
                 self.model.load_state_dict(own["model"])
                 self.optimizer.load_state_dict(own["optimizer"])
             self.progress.loss_sum, self.progress.count_sum = own["loss_sum"], own["count_sum"]
-            if own["epoch_random"] is None:  # saved between two epochs
-                restore_random_state(own["random"], device)
-            else:
-                restore_random_state(own["epoch_random"], device)
-                self._resumed_random = own["random"]
-            return self.strategy.load_rank_state(own.get("strategy"), world_size)
+            notes = self._restore_epoch(own["random"], own["epoch_random"])
+            return [*notes, *self.strategy.load_rank_state(own.get("strategy"), world_size)]
         # The sums of the running epoch are only ever added up, so one rank may hold them all.
         self.progress.loss_sum = sum(item["loss_sum"] for item in ranks) if rank == 0 else 0.0
         self.progress.count_sum = sum(item["count_sum"] for item in ranks) if rank == 0 else 0.0
         seed_everything(self.seed, rank + self.strategy.world_size * (self.progress.step + 1))
+        now, begin = (loaded(ranks[0][name]) for name in ("random", "epoch_random"))
+        notes = self._restore_epoch(_held_only(now), None if begin is None else _held_only(begin))
         return [
+            *notes,
             f"resumed with {self.strategy.world_size} processes instead of {world_size}: the order of samples "
             "goes on, random numbers (dropout) start anew",
             *self.strategy.load_rank_state(ranks[0].get("strategy"), world_size),
@@ -159,5 +178,10 @@ class TrainingState:
     def continue_random_numbers(self) -> None:
         """Call when the loader of an epoch has been made: from here on a resumed run draws what was left to draw."""
         if self._resumed_random is not None:
-            restore_random_state(self._resumed_random, self.strategy.device)
+            self._restore_random(self._resumed_random)
             self._resumed_random = None
+
+
+def _held_only(state: dict[str, Any]) -> dict[str, Any]:
+    """Of another process's random state only what its loaders hold, which is the same in all processes."""
+    return {"held": state["held"]} if "held" in state else {}

@@ -1,0 +1,141 @@
+"""What torch's persistent workers have drawn: their random state survives an epoch, so a resumed run must restore it.
+
+Workers that live for one epoch only are seeded from the loop's own random state when they start, which is enough.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from frameworm.data.samples.held import Held, Walk, process_generators
+
+_ROOM = 2**16
+_LENGTH = 8
+
+
+class PersistentWorkers:
+    """Reads and sets the random state of a torch loader's persistent workers; for any other loader it does nothing.
+
+    Args:
+        loader: Its `collate_fn` and `worker_init_fn` are replaced by ones that call them.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader: Any = None
+        self._restored = False
+        self.note: str | None = None
+        if not (isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers):
+            return
+        if not isinstance(loader.collate_fn, _Recording):
+            if loader._iterator is not None:
+                self.note = (
+                    "the loader's persistent workers were started before the training: what they draw at random is "
+                    "not saved, and a resumed run draws something else; pass a loader that has not been read"
+                )
+                return
+            slots = _Slots(loader.num_workers)
+            loader.worker_init_fn = _Starting(loader.worker_init_fn, loader.collate_fn, slots)
+            loader.collate_fn = _Recording(loader.collate_fn, slots)
+        self._loader = loader
+
+    def capture(self) -> list[Any] | None:
+        """The state of each worker, while none is at work; None where there are none yet."""
+        if self._loader is None or self._loader._iterator is None:
+            return None
+        slots = self._loader.collate_fn.slots
+        return [slots.read(worker) for worker in range(self._loader.num_workers)]
+
+    def restore(self, states: list[Any] | None) -> None:
+        """Let new workers begin with these states, or as new ones do."""
+        loader = self._loader
+        if loader is None:
+            return
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+            loader._iterator = None
+        slots = loader.collate_fn.slots
+        self._restored = states is not None and len(states) == loader.num_workers
+        for worker in range(loader.num_workers):
+            slots.write(worker, states[worker] if states is not None and self._restored else None)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Make the loader's next iterator in this block.
+
+        To start workers, torch draws a seed. Where workers only went on, it drew none, and the order of samples comes
+        from the same generator.
+        """
+        if not self._restored:
+            yield
+            return
+        self._restored = False
+        own, self._loader.generator = self._loader.generator, torch.Generator()
+        try:
+            yield
+        finally:
+            self._loader.generator = own
+
+
+class _Slots:
+    """A piece of memory per worker, shared with it."""
+
+    def __init__(self, workers: int) -> None:
+        self._memory = torch.zeros(workers, _ROOM, dtype=torch.uint8).share_memory_()
+
+    def write(self, worker: int, state: Any) -> None:
+        content = b"" if state is None else pickle.dumps(state)
+        if len(content) > _ROOM - _LENGTH:
+            content = b""
+        data = len(content).to_bytes(_LENGTH, "little") + content
+        self._memory[worker, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def read(self, worker: int) -> Any:
+        memory = self._memory[worker].numpy()
+        length = int.from_bytes(memory[:_LENGTH].tobytes(), "little")
+        # Written by a process of our own.
+        return pickle.loads(memory[_LENGTH : _LENGTH + length].tobytes()) if length else None
+
+
+class _Starting:
+    """The loader's `worker_init_fn`; then the worker takes the random state that was written for it, if any."""
+
+    def __init__(self, then: Callable[[int], None] | None, collate: Callable[[Any], Any], slots: _Slots) -> None:
+        self._then = then
+        self._collate = collate
+        self._slots = slots
+
+    def __call__(self, worker: int) -> None:
+        if self._then is not None:
+            self._then(worker)
+        info = get_worker_info()
+        assert info is not None, "called outside a worker"
+        held = Held({**process_generators(), "dataset": info.dataset, "collate_fn": self._collate})
+        state = self._slots.read(worker)
+        if state is not None:
+            held.restore(state)
+        _in_this_worker.append((held, held.walk()))
+
+
+class _Recording:
+    """The loader's `collate_fn`; notes the worker's random state after each batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], slots: _Slots) -> None:
+        self.collate = collate
+        self.slots = slots
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        info = get_worker_info()
+        if info is not None and _in_this_worker:
+            held, walk = _in_this_worker[-1]
+            self.slots.write(info.id, held.capture(walk))
+        return batch
+
+
+_in_this_worker: list[tuple[Held, Walk]] = []
