@@ -25,6 +25,8 @@ class Reading:
         accumulation: Micro-batches per step.
         world_size: Number of processes.
         arranged_for: The global batch for which the order was arranged, where the loader plans its steps.
+        first_batch: Fingerprint of the epoch's first batch; None where the order follows from a seed.
+        unsure: What does not yield the same when it is read again, by name; None if nothing is known to.
         mixed: Steps of this epoch had another size before: only samples, not steps, say how far it has come.
     """
 
@@ -34,6 +36,8 @@ class Reading:
     world_size: int
     arranged_for: int | None = None
     mixed: bool = False
+    first_batch: int | None = None
+    unsure: str | None = None
 
     def after(self, before: Reading) -> Reading:
         """The same reading of an epoch that was begun otherwise.
@@ -51,8 +55,11 @@ class Reading:
         if self.arranged_for is not None:  # a plan of steps depends on nothing but the global batch
             alike = self.arranged_for == before.arranged_for
         else:
-            alike = replace(self, mixed=before.mixed) == before
-        return replace(self, arranged_for=before.arranged_for, mixed=before.mixed or not alike)
+            alike = replace(before, mixed=False, first_batch=None, unsure=None) == self
+        return replace(before, **self._batch(), mixed=before.mixed or not alike)
+
+    def _batch(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("micro_batch", "accumulation", "world_size")}
 
 
 def order_of(loader: Any) -> str:

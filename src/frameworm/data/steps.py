@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,11 +20,13 @@ from frameworm.data.adopt import RankBatches, after_samples, samples_in, set_loa
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.position import Reading, order_of, skipping
 from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.replay import fingerprint, reads_data, why_not_replayed
 from frameworm.data.samples.skipping import SkippedSample
 from frameworm.data.samples.worker_state import PersistentWorkers
 from frameworm.errors import DataError
 
 OverRanks = Callable[[float], float]
+LONG_S = 0.5  # a first batch that took longer is not read again to see whether it stays the same
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class StepSource:
         world_size: int = 1,
         sum_over_ranks: OverRanks | None = None,
         max_over_ranks: OverRanks | None = None,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.loader = loader
         self._inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
@@ -79,6 +83,12 @@ class StepSource:
         """Steps in the running epoch, which are others if it was begun with another batch; None when nobody knows."""
         self._first_step = 0
         self.workers = PersistentWorkers(self._inner)
+        self.notes: list[str] = []
+        """What the user should know about reading this loader again."""
+        self._warn = warn
+        self._asked: tuple[str | None] | None = None
+        if self.workers.note is not None:
+            self._tell(self.workers.note)
 
     @property
     def user_objects(self) -> dict[str, Any]:
@@ -170,11 +180,46 @@ class StepSource:
             return self._after_samples(start, samples)
         if self._planned is not None:
             return self._planned_steps(start)
+        began = perf_counter()
         with self.workers.starting():
             steps = self._group(iter(self.loader), self._even)
-        for _ in range(start):
+        first = next(steps, None)
+        if first is None:
+            return steps
+        seen = fingerprint(first.batches)
+        if not start:
+            self.reading = replace(self.reading, first_batch=seen, unsure=self._unsure(perf_counter() - began))
+            return chain((first,), steps)
+        if self.reading.unsure or self.reading.first_batch not in (None, seen):
+            self._tell(
+                f"{self.reading.unsure or self._loader_name()} did not yield the same when the running epoch was read "
+                "again: in this epoch some samples are trained twice and others not at all"
+            )
+        for _ in range(start - 1):
             next(steps, None)
         return steps
+
+    def _unsure(self, first_s: float) -> str | None:
+        """Name what does not yield the same when read again; asked once, and only if that takes little time."""
+        if self._warn is None or (reads_data(self._inner) and first_s > LONG_S):
+            return self.reading.unsure
+        if self._asked is None:
+            problem = why_not_replayed(self._inner)
+            self._asked = (None if problem is None else problem[0],)
+            if problem is not None:
+                self._tell(
+                    f"{' '.join(problem)}: a run that is resumed in the middle of an epoch trains some samples twice "
+                    "and others not at all; let it draw from a generator that it holds, and shuffle copies"
+                )
+        return self._asked[0]
+
+    def _tell(self, text: str) -> None:
+        self.notes.append(text)
+        if self._warn is not None:
+            self._warn(text)
+
+    def _loader_name(self) -> str:
+        return type(self._inner.source if isinstance(self._inner, RankBatches) else self._inner).__name__
 
     def _after_samples(self, start: int, samples: int) -> Iterator[StepBatch]:
         """The steps that are left of an epoch in which the batch has changed."""

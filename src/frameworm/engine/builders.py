@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from frameworm.config.checks import workload_name
-from frameworm.data.samples.held import Held
+from frameworm.data.samples.held import Held, Walk
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.store import CheckpointStore, make_store
 from frameworm.engine.checkpoint.training_state import TrainingState
@@ -131,7 +131,8 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     gradients = GradientWatch(job.model, strategy.device, eager.marking, clock.mark, unseen)
     if recorder is not None:
         step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
-    held = Held({**job.train.user_objects, "validation": getattr(job.validation, "loader", None), "model": job.model})
+    drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
+    held = Held({**job.train.user_objects, "validation": getattr(job.validation, "loader", None), **drawing})
     state = TrainingState(
         job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed, held, job.train.workers
     )

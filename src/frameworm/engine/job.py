@@ -148,6 +148,8 @@ def build_job(config: Config, given: Ingredients) -> Job:
             world_size=process.world_size,
             sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
             max_over_ranks=lambda value: all_reduce_max(value, device),
+            # A run that leaves no checkpoint cannot be resumed.
+            warn=None if given.run_dir is None else (log.warning if process.rank == 0 else log.debug),
         ),
         validation=validation,
         open_output=lambda: open_output(

@@ -164,7 +164,8 @@ class TrainingSession:
         progress, limits, source = self._state.progress, self._job.config.training, self._job.train
         saved = Progress.from_state(newest[1].shared["progress"])
         saved.go_on(limits.epochs, limits.max_steps, limits.early_stop)
-        if saved.step_in_epoch and not saved.finished and source.continue_reading(saved.reading):
+        in_epoch = saved.step_in_epoch > 0 and not saved.finished
+        if in_epoch and source.continue_reading(saved.reading):
             text = f"resumed with another batch: the epoch goes on after its first {saved.epoch_samples} samples"
             self._notes.append(text)
             log.info("%s", text)
@@ -237,6 +238,7 @@ class TrainingSession:
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]
+        self._notes += self._job.train.notes
         self._notes += [] if parts.halving is None else parts.halving.notes
         self._notes += [] if protection.spikes is None else protection.spikes.notes
         self.record.skipped_samples, unread = describe(skipped)

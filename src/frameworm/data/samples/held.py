@@ -18,7 +18,7 @@ from numpy.random import mtrand
 MOST_OBJECTS = 20_000
 MOST_ITEMS = 256  # looked at in one list or dict: a data set may hold millions of file names
 _PLAIN = (bool, int, float, str, type(None))
-_LEAVES = (*_PLAIN, complex, bytes, bytearray, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device)
+_LEAVES = (complex, bytes, bytearray, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device)
 _CODE = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType)
 # Of torch's loader itself: its live iterator, and what it starts processes with.
 _SKIPPED = ("_iterator", "_DataLoader__multiprocessing_context", "_DataLoader__initialized")
@@ -130,14 +130,18 @@ class Walk:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.generators: dict[str, Any] = {}
         self.attributes: dict[str, Any] = {}
+        self.visited: list[Any] = []  # all objects but plain values
         self._owners: dict[str, Any] = {}
-        seen: dict[int, Any] = {}  # holds on to the objects, so that no number is used twice
+        seen: set[int] = set()
         todo = deque(roots.items())
         while todo and len(seen) < MOST_OBJECTS:
             path, value = todo.popleft()
-            if isinstance(value, _LEAVES) or isinstance(value, _CODE) or id(value) in seen:
+            if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in seen:
                 continue
-            seen[id(value)] = value
+            seen.add(id(value))
+            self.visited.append(value)
+            if isinstance(value, _LEAVES):
+                continue
             if is_generator(value):
                 self.generators[path] = value
             elif isinstance(value, dict):

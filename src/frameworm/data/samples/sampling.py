@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Sampler
 
+from frameworm.data.samples.held import Walk, read_state, reseed, write_state
 from frameworm.data.samples.seeding import mix, seeded
 from frameworm.errors import ConfigError, DataError
 
@@ -340,17 +340,16 @@ class OrderedSplitSampler(StepSampler):
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        generator = getattr(self.sampler, "generator", None)
-        own = generator if isinstance(generator, torch.Generator) else None
+        own = Walk({"sampler": self.sampler}).generators.values()
+        kept = [read_state(generator) for generator in own]
         with seeded(self.seed, epoch):
-            kept = None if own is None else own.get_state()
             try:
-                if own is not None:
-                    own.manual_seed(mix(self.seed, epoch))
+                for generator in own:
+                    reseed(generator, mix(self.seed, epoch))
                 drawn = list(self.sampler)
             finally:
-                if own is not None and kept is not None:
-                    own.set_state(kept)
+                for generator, state in zip(own, kept):
+                    write_state(generator, state)
         self._check_size(len(drawn))
         return _as_order(drawn)
 

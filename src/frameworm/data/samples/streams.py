@@ -9,7 +9,8 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, get_worker_info
 
-from frameworm.data.samples.seeding import RandomState, seed_process
+from frameworm.data.samples.held import Walk, reseed
+from frameworm.data.samples.seeding import RandomState, mix, seed_process
 from frameworm.data.samples.workers import SharedEpoch
 
 
@@ -81,6 +82,9 @@ class StreamBatches(IterableDataset[Any]):
         if self._place is not None:
             # What collate functions draw; in the loop's own process they share its random state, as always.
             seed_process(self._seed, epoch, self._rank, worker, 1)
+            # Workers may live on from epoch to epoch; what the data set's own generators draw must not depend on that.
+            for place, generator in enumerate(Walk({"dataset": self.inner}).generators.values()):
+                reseed(generator, mix(self._seed, epoch, self._own_seed, drawn_by, place))
         with state:
             samples = iter(self.inner)
         skip = self._skip[1] if self._skip[0] == epoch else 0

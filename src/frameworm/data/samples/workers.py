@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from frameworm.data.samples.seeding import seed_process
+from frameworm.data.samples.held import Walk, reseed
+from frameworm.data.samples.seeding import mix, seed_process
 from frameworm.launch.parent import call_after_parent
 
 MOST_AUTOMATIC_WORKERS = 4
@@ -109,7 +110,7 @@ class SharedEpoch:
 class SeededDataset(Dataset[Any]):
     """What workers read from: the user's data set, with random state set anew for every batch.
 
-    The state follows from seed, epoch and the batch's first sample, so it does not depend on which worker draws the
+    That includes generators which the data set holds. The state follows from seed, epoch and the batch's first sample, so it does not depend on which worker draws the
     batch, on how many there are, or on whether the run was resumed in between.
     """
 
@@ -118,6 +119,7 @@ class SeededDataset(Dataset[Any]):
         self._seed = seed
         self._epoch = epoch
         self._many: Callable[[list[Any]], Any] | None = getattr(inner, "__getitems__", None)
+        self._held: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -126,7 +128,11 @@ class SeededDataset(Dataset[Any]):
         first = indices[0]
         if not isinstance(first, int):
             first = zlib.crc32(repr(first).encode())
+        if self._held is None:  # in the worker, whose copy of the data set it is
+            self._held = list(Walk({"dataset": self.inner}).generators.values())
         seed_process(self._seed, self._epoch.value, abs(first))
+        for place, generator in enumerate(self._held):
+            reseed(generator, mix(self._seed, self._epoch.value, abs(first), place))
         if self._many is not None:
             return self._many(indices)
         return [self.inner[index] for index in indices]

@@ -1,0 +1,145 @@
+"""Whether a loader that is read again from the same random state yields the same, which is what resuming relies on."""
+
+from __future__ import annotations
+
+import copy
+import time
+import types
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from frameworm.data.adopt import RankBatches
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.data.prefetch import tensors_in
+from frameworm.data.samples.held import MOST_ITEMS, Held, Walk, process_generators
+from frameworm.data.samples.streams import is_stream
+
+_ITEMS = 64  # indices, or batches of indices
+_SLOW_S = 0.5
+_SHARED_BYTES = 2**20
+_FINGERPRINT_BYTES = 2**20
+
+
+def drawn_order(loader: Any) -> tuple[Any, int] | None:
+    """What decides the order of a loader's samples, and how many of its items to compare; None if nothing random does.
+
+    For a map-style data set that is a sampler, and comparing it reads no sample. Anything else has to be read itself.
+    """
+    if isinstance(loader, RankBatches):
+        loader = loader.source
+    if isinstance(loader, OptimizedDataLoader):
+        if loader.settings.sampler is not None:
+            return loader.settings.sampler, _ITEMS
+        return (loader.dataset, 1) if is_stream(loader.dataset) else None
+    if isinstance(loader, DataLoader):
+        return (loader.dataset, 1) if is_stream(loader.dataset) else (loader._index_sampler, _ITEMS)
+    return None if isinstance(loader, (list, tuple)) else (loader, 1)
+
+
+def reads_data(loader: Any) -> bool:
+    """Whether to read an item of `drawn_order` is to read samples."""
+    found = drawn_order(loader)
+    return found is not None and found[1] == 1
+
+
+def why_not_replayed(loader: Any) -> tuple[str, str] | None:
+    """What cannot be replayed, and why; None if nothing is known to stand against it.
+
+    It is tried: of two copies one is read twice, as in two epochs. The other is put where the first was before its
+    second epoch, as a resumed run would, and must go on alike. So nothing is taken from the loader itself. What cannot
+    be copied, or takes long, is not tried.
+    """
+    found = drawn_order(loader)
+    if found is None:
+        return None
+    source, count = found
+    shared = [getattr(loader, "dataset", None)] if count > 1 else []
+    around = Held({**process_generators(), "source": source})
+    before = around.capture()
+    try:
+        gone_on, resumed = (_copied(source, shared) for _ in range(2))
+        goes_on, begins = (Held({**process_generators(), "source": item}) for item in (gone_on, resumed))
+        began = time.perf_counter()
+        epoch = _opened(gone_on)
+        first = list(islice(epoch, 1))
+        drawn = torch.default_generator.get_state()
+        list(islice(epoch, count - 1))
+        draws_late = count > 1 and first and not torch.equal(drawn, torch.default_generator.get_state())
+        state = goes_on.capture()
+        if time.perf_counter() - began > _SLOW_S:
+            return None
+        expected = list(islice(_opened(gone_on), count))
+        begins.restore(state)
+        again = list(islice(_opened(resumed), count))
+    except Exception:  # code of the user's own; should it fail in training too, it is reported there
+        return None
+    finally:
+        around.restore(before)
+    if draws_late:
+        return _name(source), "draws its order bit by bit, from the random state that the model draws from too"
+    if not _same(expected, again):
+        return _name(source), "does not yield the same samples when it is read again from the same random state"
+    return None
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that tells different batches apart."""
+    found = 0
+    for tensor in islice(tensors_in(batch), 16):
+        with suppress(Exception):  # sparse, quantised, on a meta device: other tensors tell
+            part = tensor.detach().flatten()[: _FINGERPRINT_BYTES // max(1, tensor.element_size())]
+            found = zlib.crc32(part.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _name(source: Any) -> str:
+    batches = getattr(source, "sampler", None)
+    inner = source if batches is None else batches
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def _opened(source: Any) -> Iterator[Any]:
+    return iter(source if isinstance(source, Iterable) else source())
+
+
+def _copied(source: Any, shared: list[Any]) -> Any:
+    """A copy that shares large arrays and the items of long lists with its original."""
+    memo: dict[int, Any] = {id(item): item for item in shared}
+    for item in Walk({"source": source}).visited:
+        if id(item) in memo:
+            continue
+        if isinstance(item, torch.Tensor) and item.nbytes > _SHARED_BYTES:
+            memo[id(item)] = item
+        elif isinstance(item, np.ndarray) and item.nbytes > _SHARED_BYTES:
+            memo[id(item)] = item
+        elif isinstance(item, (list, dict, deque)) and len(item) > MOST_ITEMS:
+            memo[id(item)] = copy.copy(item)
+    if isinstance(source, types.FunctionType) and source.__closure__:
+        cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in source.__closure__)
+        return types.FunctionType(source.__code__, source.__globals__, source.__name__, source.__defaults__, cells)
+    return copy.deepcopy(source, memo)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two nested values are equal; what cannot be compared counts as equal."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.tobytes() == second.tobytes()
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if type(first) is not type(second):
+        return False
+    if hasattr(first, "__dict__") and type(first).__eq__ is object.__eq__:
+        return _same(vars(first), vars(second))
+    return bool(first == second)
