@@ -1,7 +1,8 @@
 """Every exception a user can meet.
 
 Each message says what was wrong, where, and what to do. The command line prints the message alone and exits with
-`exit_code`; a traceback is for faults of frameworm itself.
+`exit_code`; a traceback is for faults of frameworm itself. `FramewormError` is the base of all errors; Ctrl-C is no
+error (`TrainingInterruptedError`).
 """
 
 from __future__ import annotations
@@ -111,10 +112,14 @@ class OutOfMemoryError(TrainingFailedError):
         self.advice = advice or []
 
 
-class TrainingInterruptedError(FramewormError, KeyboardInterrupt):
-    """Training was stopped by Ctrl-C after saving its state; `record` is the run so far."""
+class TrainingInterruptedError(KeyboardInterrupt):
+    """Training was stopped by Ctrl-C after saving its state; `record` is the run so far.
+
+    As every Ctrl-C it is no `Exception`: code that goes on after errors does not go on after this.
+    """
 
     exit_code = 130
+    may_heal = False
 
     def __init__(self, message: str, record: object = None) -> None:
         super().__init__(message)

@@ -213,7 +213,6 @@ def test_ctrl_c_passes_through_a_data_set_that_catches_exceptions(times: int) ->
     assert interrupt.caught == []
 
 
-@known_defect("the error of an interrupted training is an Exception")
 def test_ctrl_c_passes_through_except_exception_around_a_training() -> None:
     """As in a script that tries several settings and goes on with the next when one fails."""
 

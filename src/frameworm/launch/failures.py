@@ -34,6 +34,8 @@ _NOTICED_LATE_S = 1.0
 
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL error")
 _PR_SET_PDEATHSIG = 1
+# What ends a rank in words of ours.
+_OURS = (FramewormError, TrainingInterruptedError)
 _STOPPED = (TrainingInterruptedError.exit_code, TrainingPreemptedError.exit_code)
 
 
@@ -106,7 +108,7 @@ class _WorkerErrorHandler(ErrorHandler):
         if self.error_file is None:
             return
         now = time.time()
-        ours = isinstance(e, FramewormError)
+        ours = isinstance(e, _OURS)
         callstack = _describe(e) if ours else "".join(traceback.format_exception(e))
         data = {
             "message": {
@@ -117,7 +119,7 @@ class _WorkerErrorHandler(ErrorHandler):
                     "time": now,
                     "consequence": is_consequence(e),
                     "exit_code": _exit_code(e),
-                    "final": isinstance(e, FramewormError) and not e.may_heal,
+                    "final": isinstance(e, _OURS) and not e.may_heal,
                     "trace": callstack if is_consequence(e) and not ours else None,
                 },
             }
@@ -189,14 +191,14 @@ def _precedence(failure: WorkerFailure) -> tuple[bool, bool, float, int]:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, FramewormError):
+    if isinstance(error, _OURS):
         return str(error)
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, FramewormError):
+    if isinstance(error, _OURS):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
