@@ -73,6 +73,7 @@ class PreparedModel:
 def prepare_model(job: Job) -> PreparedModel:
     """Bring a job's model and optimizer to where and how they train; both may be replaced or changed in place."""
     config, strategy = job.config, job.strategy
+    strategy.place_beside(job.beside)
     apply_checkpointing(job.model, config.memory)
     wrapped = strategy.place(job.model)
     strategy.scale_losses_by(job.precision.loss_scale)
@@ -109,7 +110,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     schedule = job.make_schedule(total_steps)
     loss_function = LossFunction(job.model, job.loss_fn)
     update = Update(
-        job.model.parameters(),
+        [item for _, item in strategy.named_parameters(job.model)],
         job.optimizer,
         schedule,
         job.precision,
@@ -208,7 +209,7 @@ def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
     bad_numbers = BadNumbers(
         config.training.max_bad_steps,
         parts.update,
-        job.model,
+        strategy.named_parameters(job.model),
         job.train.sample_ids,
         rank=rank,
         world_size=world_size,

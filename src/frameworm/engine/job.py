@@ -19,6 +19,7 @@ from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
+from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision, apply_backend_flags
 from frameworm.engine.model.processors import apply_processors
 from frameworm.engine.model.randomness import seed_everything
@@ -28,6 +29,7 @@ from frameworm.errors import DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import ProcessInfo, detect
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
+from frameworm.parallel.beside import Beside
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
@@ -56,6 +58,7 @@ class Job:
     notes: list[str] = field(default_factory=list)
     advise: Advise | None = None  # settings that would fit, asked when memory has run out
     gate: Gate | None = None  # stands before every step
+    beside: Beside = field(default_factory=Beside)  # what trains beside the model: parameters of the loss
 
     @property
     def total_steps(self) -> int | None:
@@ -104,6 +107,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         config: Checked, with every `auto` decided that the engine cannot decide itself.
         given: The caller's objects.
     """
+    beside = find_beside(given.model, given.loss_fn, given.optimizer)
     process = join_group(config)
     training, seed = config.training, config.seed
     device = _choose_device(config, process)
@@ -164,6 +168,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         notes=[text for text in (note, val_note) if text],
         advise=given.advise,
         gate=given.gate,
+        beside=beside,
     )
 
 

@@ -18,6 +18,7 @@ from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.faults.bad_numbers import BadNumbers
 from frameworm.engine.faults.spikes import SpikeWatch
 from frameworm.engine.gate import Gate
+from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.evaluation import Evaluation
 from frameworm.engine.step.step import TrainStep
@@ -95,6 +96,7 @@ class TrainingLoop:
         self._source = source
         self._clock = clock
         self._state = state
+        self._mode = TrainingMode(state.model)
         self.progress = state.progress
         self._limits = limits
         self._before = before
@@ -118,8 +120,8 @@ class TrainingLoop:
 
     def _run(self) -> str:
         progress = self.progress
-        self._step.wrapped.train()
         while not progress.finished and progress.epoch < self._limits.epochs:
+            self._mode.enter()
             self._state.remember_epoch_start()
             self._start_clock()  # to start a loader and its workers is to wait for data
             steps = self._source.epoch(progress.epoch, progress.step_in_epoch, progress.epoch_samples)
@@ -239,7 +241,6 @@ class TrainingLoop:
             result = self._validate()
             self.progress.validated = True
             self.progress.val_loss, self.progress.val_accuracy = result.loss, result.accuracy
-            self._step.wrapped.train()
 
     def _drain(self) -> None:
         """Wait for everything that was measured, and hand it out."""

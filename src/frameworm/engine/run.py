@@ -20,6 +20,7 @@ from frameworm.engine.export import Exported, export_compiled
 from frameworm.engine.faults.out_of_memory import Advise, planned_advice
 from frameworm.engine.gate import Gate
 from frameworm.engine.job import Ingredients, build_job
+from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.optim.schedule import AnySchedule, Schedule
@@ -188,6 +189,10 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     workload.model.load_state_dict(loaded(state.shared["model"]))
     device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
     strategy = Strategy(device)
+    beside = find_beside(workload.model, workload.loss_fn)
+    if "loss" in state.shared:
+        beside.load_state_dict(loaded(state.shared["loss"]))
+    strategy.place_beside(beside)
     model: nn.Module = strategy.place(workload.model)
     loader = CudaDataLoader(build_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)

@@ -15,6 +15,7 @@ from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.timed_saves import make_save_turns, make_timed_saves
 from frameworm.engine.job import Job
 from frameworm.engine.loop import AfterStep, BeforeStep, Limits, Requests, TrainingLoop
+from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
@@ -40,6 +41,7 @@ class TrainingSession:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._began = perf_counter()
+        mode_note = TrainingMode.note(job.model)
         self._rank = job.strategy.rank
         self.total_steps = job.total_steps
         self._model = prepare_model(job)
@@ -50,7 +52,7 @@ class TrainingSession:
         self._saved_step: int | None = None
         self._loop = self._make_loop()
         notes = (self._parts.update.note, self._model.capture_note, job.strategy.note, self._parts.halving_note)
-        self._notes = [*job.notes, *notes]
+        self._notes = [*job.notes, mode_note, *notes]
         self.record = begin_record(job, self._output.path)
 
     def _make_loop(self) -> TrainingLoop:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frameworm.errors import EnvironmentSetupError
+from frameworm.parallel.beside import Beside, send_values
 from frameworm.parallel.replicas import check_replicas
 from frameworm.parallel.shards import HeldState
 from frameworm.parallel.strategy import Strategy
@@ -51,11 +52,13 @@ class AveragingStrategy(Strategy):
     def gradient_ranks(self) -> int:
         return 1
 
+    def place_beside(self, beside: Beside) -> None:
+        super().place_beside(beside)
+        send_values([*beside.parameters.values(), *beside.buffers()])
+
     def place(self, model: nn.Module) -> nn.Module:
         model = super().place(model)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
+        send_values([*model.parameters(), *model.buffers()])
         return model
 
     def after_step(self, model: nn.Module, step: int) -> bool:
@@ -63,13 +66,13 @@ class AveragingStrategy(Strategy):
             return False
         self.average(model)
         if self._check_every is not None and step % self._check_every == 0:
-            check_replicas(model, step)
+            check_replicas(model, step, beside=self.beside.parameters)
         return True
 
     def average(self, model: nn.Module) -> None:
         """Give every rank the mean of all copies."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in model.parameters():
+        for _, parameter in self.named_parameters(model):
             by_dtype.setdefault(parameter.dtype, []).append(parameter.data)
         for parameters in by_dtype.values():
             # torch's own averager leaves the parameters as views of the buffer it sent; ours stay where they are.
@@ -85,8 +88,7 @@ class AveragingStrategy(Strategy):
     def sync_buffers(self, model: nn.Module) -> None:
         """Validation and checkpoints see one model: the mean of all copies, with rank 0's buffers."""
         self.average(model)
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        send_values([*model.buffers(), *self.beside.buffers()])
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         """After a meeting the model is everybody's; of the optimizers, which differ, rank 0's is passed on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,13 +27,22 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def check_replicas(model: nn.Module, step: int, group: dist.ProcessGroup | None = None) -> None:
+def check_replicas(
+    model: nn.Module,
+    step: int,
+    group: dist.ProcessGroup | None = None,
+    beside: Mapping[str, nn.Parameter] | None = None,
+) -> None:
     """Compare the parameters of all ranks; all ranks must call it.
+
+    Args:
+        beside: Parameters that train beside the model.
 
     Raises:
         ModelError: They differ; names the first parameter and the ranks that do not hold what rank 0 holds.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+    both = (*model.named_parameters(), *(beside or {}).items())
+    named = [(name, parameter) for name, parameter in both if parameter.numel()]
     if not named:
         return
     own = torch.stack([fingerprint(parameter) for _, parameter in named])

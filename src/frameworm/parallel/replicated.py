@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import DeviceError, EnvironmentSetupError, ModelError
+from frameworm.parallel.beside import Beside, BesideGradients, send_values
 from frameworm.parallel.compression.control import CompressionControl
 from frameworm.parallel.compression.plain import EarlyShares, gradient_bytes, mean_of_gradients
 from frameworm.parallel.replicas import check_replicas
@@ -42,14 +43,30 @@ class DDPStrategy(Strategy):
             )
         self._settings = settings
         self._wrapped: DistributedDataParallel | None = None
+        self._hook: Hook | None = None
+        self._beside_gradients = BesideGradients(self.sum_over_ranks, world_size, asks=settings.find_unused_parameters)
         self._compression: CompressionControl | None = None
         if settings.compression != "off" and world_size > 1:
             self._compression = CompressionControl(settings, device, rank, world_size)
         self.acts_after_steps = self._compression is not None or settings.check_replicas is not None
 
+    def place_beside(self, beside: Beside) -> None:
+        super().place_beside(beside)
+        send_values([*beside.parameters.values(), *beside.buffers()])
+
     def place(self, model: nn.Module) -> nn.Module:
         model = super().place(model)
+        wrapped = self._wrap(model)
+        if self._compression is not None:
+            self._compression.begin(model)
+        return wrapped
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """DDP around the parameters that can be trained now; the model itself where there are none."""
         settings = self._settings
+        if not any(item.requires_grad for item in model.parameters()):
+            send_values([*model.parameters(), *model.buffers()])
+            return model
         with _bucket_sizes(settings) as sizes:
             self._wrapped = DistributedDataParallel(
                 model,
@@ -59,9 +76,22 @@ class DDPStrategy(Strategy):
                 gradient_as_bucket_view=settings.gradient_as_bucket_view,
                 **sizes,
             )
-        if self._compression is not None:
-            self._compression.begin(model)
         return self._wrapped
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        """DDP knows only the parameters that it began with: it is made anew."""
+        self._beside_gradients.ask_again()
+        if self._wrapped is not None:
+            self._wrapped._remove_autograd_hooks()
+            self._wrapped = None
+        wrapped = self._wrap(model)
+        self._register_hook()
+        return wrapped
+
+    def average_beside(self, parameters: list[nn.Parameter]) -> None:
+        if self.world_size > 1:
+            self._beside_gradients.average(parameters, self.device)
+            send_values(self.beside.buffers())
 
     def scale_losses_by(self, scale: Callable[[], Any]) -> None:
         if self._compression is not None:
@@ -70,19 +100,22 @@ class DDPStrategy(Strategy):
     def wrap_hook(self, wrap: Callable[[Hook], Hook]) -> bool:
         if self.world_size == 1:
             return False
-        assert self._wrapped is not None
-        if self._compression is None:
-            self._wrapped.register_comm_hook(EarlyShares(self._wrapped), wrap(mean_of_gradients))
-        else:
-            hook = self._compression.hook
-            self._wrapped.register_comm_hook(hook.early_shares(self._wrapped), wrap(hook))
+        self._hook = wrap(mean_of_gradients if self._compression is None else self._compression.hook)
+        self._register_hook()
         return True
+
+    def _register_hook(self) -> None:
+        wrapped = self._wrapped
+        if self._hook is None or wrapped is None:
+            return
+        early = EarlyShares(wrapped) if self._compression is None else self._compression.hook.early_shares(wrapped)
+        wrapped.register_comm_hook(early, self._hook)
 
     def after_step(self, model: nn.Module, step: int) -> bool:
         met = self._compression is not None and self._compression.after_step()
         every = self._settings.check_replicas
         if every is not None and step % every == 0:
-            check_replicas(model, step)
+            check_replicas(model, step, beside=self.beside.parameters)
             met = True
         return met
 
@@ -102,15 +135,15 @@ class DDPStrategy(Strategy):
             self._compression.close()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        assert self._wrapped is not None
+        if self._wrapped is None:
+            return contextlib.nullcontext()
         return cast("AbstractContextManager[None]", self._wrapped.no_sync())
 
     def sum_over_ranks(self, value: torch.Tensor) -> None:
         dist.all_reduce(value)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        send_values([*model.buffers(), *self.beside.buffers()])
 
     def explain(self, error: RuntimeError) -> Exception:
         text = str(error)

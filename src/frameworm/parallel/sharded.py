@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import EnvironmentSetupError, ModelError, StateError
+from frameworm.parallel.beside import Beside, BesideGradients, send_values
 from frameworm.parallel.compression.plain import gradient_bytes
 from frameworm.parallel.named_state import holds_state, laid_out, names_in_groups, to_names, to_numbers
 from frameworm.parallel.replicated import DDPStrategy
@@ -42,11 +43,20 @@ class ZeRO1Strategy(DDPStrategy):
     name = "zero1"
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._given = optimizer
         return rebuild_sharded(optimizer)
+
+    def given_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return self._given.param_groups
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        for group in self._given.param_groups[len(optimizer.param_groups) :]:
+            optimizer.add_param_group(group)
+        return super().follow(model, optimizer)
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         assert isinstance(optimizer, ZeROStage1Optimizer)
-        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        names = names_in_groups(self.named_parameters(model), optimizer.param_groups)
         groups = [{**group, "params": list(its)} for group, its in zip(optimizer.param_groups, names, strict=True)]
         of = _names_by_parameter(optimizer, names)
         own = {of[parameter]: state for parameter, state in optimizer.optim.state.items() if state}
@@ -57,7 +67,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         assert isinstance(optimizer, ZeROStage1Optimizer)
-        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        names = names_in_groups(self.named_parameters(model), optimizer.param_groups)
         of = _names_by_parameter(optimizer, names)
         own = {of[parameter] for group in optimizer.optim.param_groups for parameter in group["params"]}
         state = {name: loaded(values) for name, values in saved["state"].items() if name in own}
@@ -103,6 +113,7 @@ class ShardedStrategy(Strategy):
         self._before: list[tuple[str, nn.Parameter]] = []
         self._held = 0
         self._passes = 1
+        self._beside_gradients = BesideGradients(self.sum_over_ranks, world_size, asks=settings.find_unused_parameters)
         self._has_buffers = False
         self._layer_bytes = self._other_bytes = 0
 
@@ -110,10 +121,35 @@ class ShardedStrategy(Strategy):
     def update_device(self) -> torch.device:
         return torch.device("cpu") if self._offloads else self.device
 
+    def place_beside(self, beside: Beside) -> None:
+        tied = beside.tied()
+        if tied is not None:
+            raise ModelError(
+                f"{tied} is a parameter of the model too, and {self.name} divides it among the ranks where loss_fn "
+                "cannot reach it; compute with it inside the model, or use ddp or zero1"
+            )
+        if beside.parameters and self._offloads:
+            raise ModelError(
+                "parallel.offload_optimizer keeps parameters in host memory, and loss_fn needs its own on the device; "
+                "turn it off, or use zero1"
+            )
+        super().place_beside(beside)
+        send_values([*beside.parameters.values(), *beside.buffers()])
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        self._beside_gradients.ask_again()
+        _without_mixed_kernels(optimizer)
+        return None
+
+    def average_beside(self, parameters: list[nn.Parameter]) -> None:
+        if self.world_size > 1:
+            self._beside_gradients.average(parameters, self.device)
+            send_values(self.beside.buffers())
+
     def place(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):
             raise ModelError("the model is sharded already, by an earlier training; build it anew and resume that run")
-        check_trainable(model)
+        check_trainable(model, self.beside.parameters.values())
         check_shardable(model, self.name)
         self._before = list(model.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -156,12 +192,14 @@ class ShardedStrategy(Strategy):
         root = cast("nn.Module", self._root)
         sharded = dict(root.named_parameters())
         names = {id(parameter): name for name, parameter in self._before}
-        fresh = to_names(optimizer.state_dict(), names_in_groups(self._before, optimizer.param_groups))
+        named = [*self._before, *self.beside.parameters.items()]
+        fresh = to_names(optimizer.state_dict(), names_in_groups(named, optimizer.param_groups))
         # The same object with other parameters: schedulers and whoever else holds it go on.
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(item)]] if id(item) in names else item for item in group["params"]]
         optimizer.state.clear()
         _without_fused_sgd(optimizer)
+        _without_mixed_kernels(optimizer)
         self._before = []
         if fresh["state"]:
             self.load_optimizer_state(root, optimizer, fresh)
@@ -202,8 +240,14 @@ class ShardedStrategy(Strategy):
     def own_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         return [own_part(item.grad) for item in parameters if item.grad is not None]
 
-    def norm_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
+    def norm_over_ranks(
+        self, parameters: list[nn.Parameter], gradients: list[torch.Tensor], norm: torch.Tensor
+    ) -> torch.Tensor:
+        whole = [part for item, part in zip(parameters, gradients, strict=True) if not isinstance(item, DTensor)]
         total = norm.to(self.device, torch.float64).square()
+        if whole and self.rank:  # all ranks hold these, and they count once
+            divided = [part for item, part in zip(parameters, gradients) if isinstance(item, DTensor)]
+            total = nn.utils.get_total_norm(divided).to(self.device, torch.float64).square()
         dist.all_reduce(total)
         return total.sqrt().to(norm.device, norm.dtype)
 
@@ -211,8 +255,7 @@ class ShardedStrategy(Strategy):
         dist.all_reduce(value)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        send_values([*model.buffers(), *self.beside.buffers()])
 
     def load_model_state(self, model: nn.Module, saved: dict[str, Any]) -> None:
         own = model.state_dict()
@@ -225,7 +268,7 @@ class ShardedStrategy(Strategy):
 
     def load_optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         groups = optimizer.param_groups
-        numbered = to_numbers(saved, names_in_groups(model.named_parameters(), groups))
+        numbered = to_numbers(saved, names_in_groups(self.named_parameters(model), groups))
         parameters = [parameter for group in groups for parameter in group["params"]]
         state = {
             number: {key: _divided(key, value, parameters[number]) for key, value in values.items()}
@@ -266,6 +309,16 @@ def _without_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
         if group.get("fused"):
             group["fused"], group["foreach"] = False, True
             optimizer._step_supports_amp_scaling = False
+
+
+def _without_mixed_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """A group of divided and whole parameters is updated one by one: torch has no kernel for both at once."""
+    for group in optimizer.param_groups:
+        if len({isinstance(item, DTensor) for item in group["params"]}) == 2:
+            for name in ("foreach", "fused"):
+                if name in group:
+                    group[name] = False
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _divided(key: str, value: Any, parameter: nn.Parameter) -> Any:

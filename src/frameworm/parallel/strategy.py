@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frameworm.errors import ModelError
+from frameworm.parallel.beside import Beside
 from frameworm.parallel.named_state import laid_out, names_in_groups, to_names, to_numbers
 from frameworm.parallel.shards import HeldState, loaded
 from frameworm.records.observations import Compression
@@ -31,11 +32,28 @@ class Strategy:
         self.device = device
         self.rank = rank
         self.world_size = world_size
+        self.beside = Beside()
+
+    def place_beside(self, beside: Beside) -> None:
+        """Train these beside the model, from rank 0's values; called once, before `place`."""
+        self.beside = beside
+        beside.place(self.device)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Put the model on the device and return the module the step calls; refuse what cannot be trained this way."""
-        check_trainable(model)
+        check_trainable(model, self.beside.parameters.values())
         return model.to(self.device)
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        """Called between two steps, on all ranks, when parameters were frozen, unfrozen or given to the optimizer.
+
+        Returns:
+            The module that the step calls from now on; None: the same.
+        """
+        return None
+
+    def average_beside(self, parameters: list[nn.Parameter]) -> None:
+        """Average the gradients of parameters beside the model over the ranks; called after backward."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that this strategy cannot take, before anything has moved."""
@@ -43,6 +61,10 @@ class Strategy:
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to use; called once, after `place` and before anything reads its parameters."""
         return optimizer
+
+    def given_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer that the user holds, who may add to them."""
+        return optimizer.param_groups
 
     @property
     def update_device(self) -> torch.device:
@@ -98,7 +120,7 @@ class Strategy:
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         """What this rank holds of `model` and `optimizer`; together the ranks hold all of it."""
-        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        names = names_in_groups(self.named_parameters(model), optimizer.param_groups)
         return HeldState({"model": model.state_dict(), "optimizer": to_names(optimizer.state_dict(), names)})
 
     def load_model_state(self, model: nn.Module, saved: dict[str, Any]) -> None:
@@ -111,15 +133,28 @@ class Strategy:
         Raises:
             ValueError: It is of another optimizer.
         """
-        names = names_in_groups(model.named_parameters(), optimizer.param_groups)
+        names = names_in_groups(self.named_parameters(model), optimizer.param_groups)
         optimizer.load_state_dict(laid_out(to_numbers(loaded(saved), names), optimizer))
+
+    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model, and those beside it."""
+        yield from model.named_parameters()
+        yield from self.beside.parameters.items()
 
     def own_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank holds of the gradients that are there; changing it changes them."""
         return [item.grad for item in parameters if item.grad is not None]
 
-    def norm_over_ranks(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of whole gradients from the norm of what this rank holds of them."""
+    def norm_over_ranks(
+        self, parameters: list[nn.Parameter], gradients: list[torch.Tensor], norm: torch.Tensor
+    ) -> torch.Tensor:
+        """The norm of whole gradients.
+
+        Args:
+            parameters: Whose gradients they are.
+            gradients: What this rank holds of them.
+            norm: Of that.
+        """
         return norm
 
     def after_evaluation(self, model: nn.Module) -> None:
@@ -143,14 +178,17 @@ class Strategy:
         return 0
 
 
-def check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module, beside: Iterable[torch.Tensor] = ()) -> None:
     """Refuse models that no strategy can train, before anything has moved.
+
+    Args:
+        beside: Parameters that train beside it.
 
     Raises:
         ModelError: There is nothing to train, a parameter is not initialised, or the parameters lie on several devices.
     """
     devices: dict[torch.device, str] = {}
-    trainable = False
+    trainable = any(item.requires_grad for item in beside)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(

@@ -19,7 +19,7 @@ from frameworm.engine.model.precision import Precision
 from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.errors import CheckpointError
-from frameworm.parallel.shards import loaded
+from frameworm.parallel.shards import HeldState, loaded
 from frameworm.parallel.strategy import Strategy
 
 
@@ -74,7 +74,7 @@ class TrainingState:
             settle()
             snapshot = Snapshot(problem="left out")
         else:
-            held = self.strategy.held_state(self.model, self.optimizer)
+            held = self._held()
             own = {"strategy": self.strategy.rank_state(), **copies}
 
             def late() -> MoreState:
@@ -82,9 +82,16 @@ class TrainingState:
                 return self._small_state()
 
             snapshot = take_snapshot(held, own, staging, self.strategy.rank, self.strategy.world_size, late)
-        if copies:
-            self.model.load_state_dict(copies["model"])  # to save is not to meet
+        if copies:  # to save is not to meet
+            self.model.load_state_dict(copies["model"])
+            self.strategy.beside.load_state_dict(copies["loss"])
         return snapshot
+
+    def _held(self) -> HeldState:
+        """What this rank holds of model, loss and optimizer."""
+        held = self.strategy.held_state(self.model, self.optimizer)
+        loss = self.strategy.beside.state_dict()
+        return HeldState({**held.replicated, "loss": loss}, held.owned) if loss else held
 
     def _small_state(self) -> MoreState:
         """What is everybody's and what is this rank's, beside large tensors; parts of it wait for the device."""
@@ -108,11 +115,11 @@ class TrainingState:
         """Model and optimizer of this rank, where each has its own."""
         if not self.strategy.keeps_own_copy:
             return {}
-        model = {
-            name: item.clone() if isinstance(item, torch.Tensor) else item
-            for name, item in self.model.state_dict().items()
+        return {
+            "model": _copied(self.model.state_dict()),
+            "loss": _copied(self.strategy.beside.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
         }
-        return {"model": model, "optimizer": self.optimizer.state_dict()}
 
     def restore(self, saved: SavedState, where: str) -> list[str]:
         """Continue from a checkpoint, reading what this rank needs of it; returns what the user should know about it.
@@ -122,17 +129,41 @@ class TrainingState:
         """
         shared = saved.shared
         check_same_model(shared["model"], self.model, where)
-        self.strategy.load_model_state(self.model, shared["model"])
-        try:
-            self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{where} is of another optimizer: {error}") from None
+        notes = self.load_values(shared, where)
         self.schedule.load_state_dict(loaded(shared["schedule"]))
         self.precision.load_state_dict(loaded(shared["precision"]))
         restored = Progress.from_state(shared["progress"])
         for name in Progress.__slots__:
             setattr(self.progress, name, getattr(restored, name))
-        return self._restore_ranks(saved.ranks)
+        return [*notes, *self._restore_ranks(saved.ranks)]
+
+    def load_values(self, shared: dict[str, Any], where: str) -> list[str]:
+        """Give model, loss and optimizer the values of a checkpoint; returns what the user should know about it.
+
+        Raises:
+            CheckpointError: The checkpoint is of another loss or optimizer.
+        """
+        self.strategy.load_model_state(self.model, shared["model"])
+        notes = self._load_loss(shared.get("loss"), where)
+        try:
+            self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{where} is of another optimizer: {error}") from None
+        return notes
+
+    def _load_loss(self, saved: Any, where: str) -> list[str]:
+        beside = self.strategy.beside
+        if saved is None or not beside.state_dict():
+            if saved is not None:
+                return ["the checkpoint holds the state of a loss_fn, and this one has none"]
+            if beside.parameters:
+                raise CheckpointError(f"{where} is of another loss_fn: it holds no {next(iter(beside.parameters))}")
+            return []
+        try:
+            beside.load_state_dict(loaded(saved))
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where} is of another loss_fn: {error}") from None
+        return []
 
     def _random_state(self, *, with_workers: bool = False) -> dict[str, Any]:
         state = {**random_state(self.strategy.device), "held": self.held.capture()}
@@ -158,6 +189,7 @@ class TrainingState:
             own = loaded(ranks[rank])
             if self.strategy.keeps_own_copy and own.get("model") is not None:
                 self.model.load_state_dict(own["model"])
+                self.strategy.beside.load_state_dict(own.get("loss") or {})
                 self.optimizer.load_state_dict(own["optimizer"])
             self.progress.loss_sum, self.progress.count_sum = own["loss_sum"], own["count_sum"]
             notes = self._restore_epoch(own["random"], own["epoch_random"])
@@ -185,3 +217,7 @@ class TrainingState:
 def _held_only(state: dict[str, Any]) -> dict[str, Any]:
     """Of another process's random state only what its loaders hold, which is the same in all processes."""
     return {"held": state["held"]} if "held" in state else {}
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in state.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -37,7 +37,7 @@ class BadNumbers:
     Args:
         limit: How many in a row end the training; None: never.
         update: Knows which gradients were bad.
-        model: Names the parameters.
+        parameters: By name.
         sample_ids: The samples in a step of the running epoch, by micro-batch; None where nobody knows.
         store: Shared by the ranks, to tell each other whose loss it was; None with one process.
         folder: Where the account of the stop is written; None: nowhere.
@@ -47,7 +47,7 @@ class BadNumbers:
         self,
         limit: int | None,
         update: Update,
-        model: nn.Module,
+        parameters: Iterable[tuple[str, nn.Parameter]],
         sample_ids: Callable[[int], list[list[Any]] | None],
         *,
         rank: int = 0,
@@ -58,7 +58,7 @@ class BadNumbers:
     ) -> None:
         self._limit = limit
         self._update = update
-        self._names = [name for name, item in model.named_parameters() if item.requires_grad]
+        self._names = {id(item): name for name, item in parameters}
         self._sample_ids = sample_ids
         self._rank = rank
         self._world_size = world_size
@@ -132,10 +132,11 @@ class BadNumbers:
 
     def _bad_parameters(self) -> list[str] | None:
         """Names of the parameters whose gradients were bad in the last step; None where that was not looked at."""
-        finite = self._update.finite
-        if finite is None or len(finite) != len(self._names):
+        finite, judged = self._update.finite, self._update.judged
+        if finite is None or len(finite) != len(judged):
             return None
-        return [name for name, fine in zip(self._names, finite.tolist()) if not fine]
+        names = [self._names.get(id(item), "a parameter that the model does not have") for item in judged]
+        return [name for name, fine in zip(names, finite.tolist()) if not fine]
 
     def _ranks_with_bad_losses(self, loss: float | None) -> list[int]:
         bad = loss is not None and not isfinite(loss)

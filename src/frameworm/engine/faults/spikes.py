@@ -11,7 +11,7 @@ from statistics import median
 from frameworm.engine.checkpoint.load import SavedState, load_newest
 from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.engine.checkpoint.training_state import TrainingState
-from frameworm.errors import BadNumbersError, CheckpointError
+from frameworm.errors import BadNumbersError
 from frameworm.parallel.shards import loaded
 
 log = logging.getLogger("frameworm")
@@ -152,10 +152,6 @@ def put_back(state: TrainingState, saved: SavedState, where: str) -> int:
         The step of the checkpoint.
     """
     shared = saved.shared
-    state.strategy.load_model_state(state.model, shared["model"])
-    try:
-        state.strategy.load_optimizer_state(state.model, state.optimizer, shared["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{where} is of another optimizer: {error}") from None
+    state.load_values(shared, where)
     state.precision.load_state_dict(loaded(shared["precision"]))
     return int(shared["progress"]["step"])

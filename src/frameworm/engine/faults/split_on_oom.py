@@ -25,12 +25,11 @@ from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.step import StepResult, TrainStep
 from frameworm.errors import OutOfMemoryError
 from frameworm.launch.process_group import all_reduce_sums
+from frameworm.parallel.beside import average
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.schema import Batch
 
 log = logging.getLogger("frameworm")
-
-BUCKET_BYTES = 25 * 2**20
 
 
 class CannotDivideError(Exception):
@@ -132,20 +131,9 @@ class Halving:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
-            self._average(bucket)
+        average(gradients, self._strategy.sum_over_ranks, self._strategy.world_size)
         if next(step.model.buffers(), None) is not None:
             self._strategy.sync_buffers(step.model)
-
-    def _average(self, gradients: list[torch.Tensor]) -> None:
-        first = gradients[0]
-        in_place = len(gradients) == 1 and (first.is_sparse or first.is_contiguous())
-        flat = first if in_place else torch.cat([item.flatten() for item in gradients])
-        self._strategy.sum_over_ranks(flat)
-        flat.mul_(1 / self._strategy.world_size)
-        if not in_place:
-            for gradient, part in zip(gradients, flat.split([item.numel() for item in gradients])):
-                gradient.copy_(part.view_as(gradient))
 
 
 def make_halving(
@@ -221,17 +209,3 @@ def _part(item: Any, size: int, begin: int, end: int) -> Any:
     if item is None or isinstance(item, (bool, int, float, str)):
         return item
     raise CannotDivideError
-
-
-def _buckets(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of one type, up to a size; large ones and sparse ones travel alone."""
-    found: list[list[torch.Tensor]] = []
-    filled = BUCKET_BYTES
-    for gradient in gradients:
-        alone = gradient.is_sparse or not found or found[-1][0].is_sparse or found[-1][0].dtype != gradient.dtype
-        if alone or filled + gradient.nbytes > BUCKET_BYTES:
-            found.append([])
-            filled = 0
-        found[-1].append(gradient)
-        filled += 0 if gradient.is_sparse else gradient.nbytes
-    return found

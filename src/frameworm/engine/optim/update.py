@@ -44,11 +44,15 @@ class Update:
     """Applies the gradients of one step.
 
     Args:
+        parameters: In the order in which their gradients are added up; those that the optimizer does not hold are left
+            alone.
         check: Leave out steps with bad gradients also where nothing is clipped.
 
     Attributes:
+        parameters: Those that the optimizer holds; frozen ones have no gradient.
         look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
         finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
+        judged: These parameters.
     """
 
     def __init__(
@@ -64,7 +68,11 @@ class Update:
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
-        self._parameters = [item for item in parameters if item.requires_grad]
+        self._strategy = strategy
+        self._in_order = list(parameters)
+        self.parameters: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
+        self.follow()
         self._scaler = precision.scaler
         self._clip_norm = clip_norm
         self._skips_on_device = accepts_found_inf(optimizer)
@@ -88,15 +96,30 @@ class Update:
         self._no, self._yes = (torch.tensor(value, device="cpu") for value in (0.0, 1.0))
         self.look = False
         self.finite: torch.Tensor | None = None
+        self.judged: list[nn.Parameter] = []
+
+    def follow(self) -> bool:
+        """Take in what was frozen, unfrozen or given to the optimizer since the last call; whether anything was."""
+        optimizer, strategy = self.optimizer, self._strategy
+        groups = optimizer.param_groups if strategy is None else strategy.given_groups(optimizer)
+        trainable = [item.requires_grad for group in groups for item in group["params"]]
+        if trainable == self._trainable:
+            return False
+        self._trainable = trainable
+        held = {id(item): item for group in groups for item in group["params"]}
+        known = [item for item in self._in_order if held.pop(id(item), None) is not None]
+        self.parameters = [*known, *held.values()]
+        return True
 
     def find_one_pass(self) -> FusedUpdate | None:
         """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         if self._scaler is not None or any(hooks) or self._on_cpu:
             return None
-        if FusedUpdate.supports(self.optimizer, self._parameters, self._parameters[0].device) is not None:
+        parameters = [item for item in self.parameters if item.requires_grad]
+        if FusedUpdate.supports(self.optimizer, parameters, parameters[0].device) is not None:
             return None
-        return FusedUpdate(self.optimizer, self._parameters, self.halves)
+        return FusedUpdate(self.optimizer, parameters, self.halves)
 
     @property
     def note(self) -> str | None:
@@ -133,13 +156,15 @@ class Update:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if factor is not None or self._clip_norm is not None or self._checks or self.look:
+            having = [item for item in self.parameters if item.grad is not None]
             if self._sharded_by is None:
-                gradients = [item.grad for item in self._parameters if item.grad is not None]
+                gradients = [item.grad for item in having if item.grad is not None]
             else:
-                gradients = self._sharded_by.own_gradients(self._parameters)
+                gradients = self._sharded_by.own_gradients(having)
+            self.judged = having
             if self.look and gradients:
                 self._note(_finite(gradients))
-            self.grad_norm = self._weigh_and_clip(gradients, factor)
+            self.grad_norm = self._weigh_and_clip(having, gradients, factor)
         if scaler is not None:
             self.skipped = _found_inf(scaler, optimizer)
             scaler.step(optimizer)
@@ -161,7 +186,9 @@ class Update:
         if self.halves is not None:
             self.halves.refresh()
 
-    def _weigh_and_clip(self, gradients: list[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor | None:
+    def _weigh_and_clip(
+        self, parameters: list[nn.Parameter], gradients: list[torch.Tensor], factor: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Returns the gradients' norm before clipping, None where nothing is clipped."""
         if factor is not None:
             torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
@@ -178,9 +205,9 @@ class Update:
                 if plain:
                     clip(gradients, self._clip_norm, norm)
                 else:
-                    clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+                    clip_grads_with_norm_(parameters, self._clip_norm, norm)
             return norm
-        norm = self._sharded_by.norm_over_ranks(norm)
+        norm = self._sharded_by.norm_over_ranks(parameters, gradients, norm)
         if self._clip_norm is None:
             return norm
         torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -98,6 +98,9 @@ class CapturedStep:
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """As `TrainStep.run`."""
+        if self._refused is None and self.update.follow():
+            self.update.halves = None  # they stand in for what was trained before
+            self._refuse("parameters were frozen, unfrozen or given to the optimizer during training")
         if self._refused is not None:
             return self.eager.run(step, batch)
         shape = self._shape_of(batch)

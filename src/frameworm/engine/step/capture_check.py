@@ -28,7 +28,8 @@ class DeviceState:
     @classmethod
     def of(cls, step: TrainStep) -> DeviceState:
         """The live state of a step; copies must be asked for."""
-        others = list(step.model.buffers())
+        beside = step.strategy.beside
+        others = [*step.model.buffers(), *beside.buffers()]
         for state in step.update.optimizer.state.values():
             others += [value for value in state.values() if isinstance(value, torch.Tensor)]
         if step.update.halves is not None:
@@ -36,7 +37,7 @@ class DeviceState:
         if step.scaler is not None:
             scale, growth = step.scaler._scale, step.scaler._growth_tracker
             others += [tensor for tensor in (scale, growth) if tensor is not None]
-        return cls(list(step.model.parameters()), others, None)
+        return cls([*step.model.parameters(), *beside.parameters.values()], others, None)
 
     @torch.no_grad()
     def copy(self) -> DeviceState:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from frameworm.data.prefetch import batch_size_of, move_batch
+from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.step.loss import LossFunction, correct_answers
 from frameworm.errors import DataError
@@ -36,8 +37,7 @@ def evaluate(
     Where one does, because parameters are gathered for it, every rank makes as many calls.
     """
     strategy.sync_buffers(model)
-    was_training = model.training
-    model.eval()
+    modes = start_evaluation([model, *strategy.beside.modules.values()])
     # loss x count, count, right answers, answers, samples
     sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
     try:
@@ -56,7 +56,7 @@ def evaluate(
                 sums[2] += answers[0]
                 sums[3] += answers[1]
     finally:
-        model.train(was_training)
+        restore_modes(modes)
         strategy.after_evaluation(model)
     strategy.sum_over_ranks(sums)
     loss_sum, count_sum, right, answered, samples_seen = sums.tolist()

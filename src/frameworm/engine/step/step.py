@@ -59,7 +59,7 @@ class TrainStep:
         self.wrapped = wrapped
         self.update = update
         self._loss_function = loss_function
-        self._strategy = strategy
+        self.strategy = strategy
         self._world_size = strategy.gradient_ranks
         self._shares_gradients = strategy.gradient_ranks == strategy.world_size
         self._autocast = precision.autocast
@@ -67,10 +67,14 @@ class TrainStep:
         self._mark: Callable[[str], None] = clock.mark
         self._first = True
         self._after_step = strategy.after_step if strategy.acts_after_steps else None
+        self._beside = {id(item) for item in strategy.beside.parameters.values()}
+        self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
         self.halving: GradientMethod | None = None
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
+        if self.update.follow():
+            self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
         schedule = self.update.schedule
         schedule.before_step(step)
         if self.update.halves is not None:
@@ -85,8 +89,12 @@ class TrainStep:
         """What the device does in a step: gradients and update, at the rates that are set."""
         result, factor = self.gradients(batch) if self.halving is None else self.halving.gradients(self, batch)
         if self._first:
-            self._strategy.check_gradients(self.model)
+            self.strategy.check_gradients(self.model)
             self._first = False
+        if self._acts_beside and self._world_size > 1:
+            held = [item for item in self.update.parameters if item.requires_grad and id(item) in self._beside]
+            self.strategy.average_beside(held)
+            self._mark(COMMUNICATION_EXPOSED)
         self.update.apply(factor)
         self._mark(OPTIMIZER)
         return result
@@ -129,7 +137,7 @@ class TrainStep:
                 "share of it is one sample; leave that step out (drop_last) or choose another batch size"
             ) from None
         except RuntimeError as error:
-            explained = self._strategy.explain(error)
+            explained = self.strategy.explain(error)
             if explained is error:
                 raise
             raise explained from None
@@ -173,7 +181,7 @@ class TrainStep:
         counted: torch.Tensor | None = None
         for index, (micro, samples) in enumerate(zip(batch.batches, batch.samples)):
             if index < last:
-                with self._strategy.no_sync():
+                with self.strategy.no_sync():
                     loss, count = self._micro(micro, samples, batch)
             else:
                 loss, count = self._micro(micro, samples, batch)
@@ -207,7 +215,7 @@ class TrainStep:
         """The count of all ranks; this rank has nothing to do until all have come."""
         total = counted.clone()
         if self._world_size > 1:
-            self._strategy.sum_over_ranks(total)
+            self.strategy.sum_over_ranks(total)
             self._mark(COMMUNICATION_EXPOSED)
         return total
 

@@ -56,7 +56,8 @@ class GradientWatch:
     ) -> None:
         self._marking = marking
         self._usual = mark
-        self._parameters = [item for item in model.parameters() if item.requires_grad]
+        self._all = list(model.parameters())
+        self._parameters = [item for item in self._all if item.requires_grad]
         self._on_cuda = device.type == "cuda"
         self._unseen = unseen
         self._handles: list[Any] = []
@@ -78,6 +79,8 @@ class GradientWatch:
     def _begin(self) -> None:
         assert self._marking is not None
         self._open.enter_context(self._marking(self._mark))
+        # Some may have been frozen since the beginning, or are trained only now.
+        self._parameters = [item for item in self._all if item.requires_grad]
         for index, parameter in enumerate(self._parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
 

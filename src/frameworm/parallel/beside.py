@@ -1,0 +1,195 @@
+"""What trains beside the model: the modules and parameters that a loss function holds.
+
+They are small, and whole on every rank under every strategy: rank 0's values are sent once, and the ranks average the
+gradients after backward. The model's own tensors, which a loss may hold as well, do not belong here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frameworm.errors import ModelError
+
+PREFIX = "loss_fn/"  # no parameter of a model begins like this
+_BUCKET_BYTES = 25 * 2**20
+
+
+class Beside:
+    """Modules and loose parameters that are no part of the model.
+
+    Args:
+        model: Whose modules and parameters do not count.
+        modules: By where the loss function holds them; `` is the loss function itself.
+        loose: Parameters outside of modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        modules: Mapping[str, nn.Module] | None = None,
+        loose: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.modules: dict[str, nn.Module] = dict(modules or {})
+        self._loose: dict[str, Tensor] = dict(loose or {})
+        own = set() if model is None else set(model.modules())
+        # A module may hold the model itself, as one that computes losses from its outputs does.
+        self._of_model = {
+            place: tuple(
+                name + "." for name, module in held.named_modules(remove_duplicate=False) if module in own and name
+            )
+            for place, held in self.modules.items()
+        }
+        self._shared = set() if model is None else {id(item) for item in chain(model.parameters(), model.buffers())}
+        self.parameters: dict[str, Any] = {}
+        known: set[int] = set()
+        for name, item in chain(self._each("named_parameters"), self._loose.items()):
+            if id(item) not in known:
+                known.add(id(item))
+                self.parameters[PREFIX + name] = item
+
+    def _each(self, what: str) -> Iterator[tuple[str, Tensor]]:
+        """Parameters or buffers of the modules, by name, without the model's."""
+        for place, held in self.modules.items():
+            for name, item in getattr(held, what)():
+                if id(item) not in self._shared and not name.startswith(self._of_model[place]):
+                    yield _joined(place, name), item
+
+    def tied(self) -> str | None:
+        """The name of a parameter that a module here shares with the model, if there is one."""
+        for place, held in self.modules.items():
+            for name, item in held.named_parameters():
+                if id(item) in self._shared and not name.startswith(self._of_model[place]):
+                    return PREFIX + _joined(place, name)
+        return None
+
+    def buffers(self) -> list[Tensor]:
+        """As they are now: a module may replace them."""
+        return [item for _, item in self._each("named_buffers")]
+
+    def place(self, device: torch.device) -> None:
+        """Put everything on a device; parameters stay the objects that the optimizer holds."""
+        for place, held in self.modules.items():
+            for name, module in held.named_modules():
+                if not (name + ".").startswith(self._of_model[place]):
+                    module._apply(lambda item: item.to(device), recurse=False)
+        for item in self._loose.values():
+            item.data = item.data.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a checkpoint must hold."""
+        found: dict[str, Any] = {}
+        for place, held in self.modules.items():
+            shared = {name for name, item in held.state_dict(keep_vars=True).items() if id(item) in self._shared}
+            for name, item in held.state_dict().items():
+                if name not in shared and not name.startswith(self._of_model[place]):
+                    found[_joined(place, name)] = item
+        return {**found, **{name: item.detach() for name, item in self._loose.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with what `state_dict` gave.
+
+        Raises:
+            ValueError: It is of another loss function.
+        """
+        own = self.state_dict()
+        odd = sorted(own.keys() ^ state.keys())
+        if odd:
+            raise ValueError(f"it {'does not have' if odd[0] in own else 'has'} {odd[0]}")
+        for name, item in own.items():
+            if isinstance(item, Tensor) and item.shape != getattr(state[name], "shape", None):
+                raise ValueError(f"{name} has another shape")
+        for place, held in self.modules.items():
+            prefix = _joined(place, "")
+            names = [name for name in held.state_dict() if prefix + name in own]
+            held.load_state_dict({name: state[prefix + name] for name in names}, strict=False)
+        with torch.no_grad():
+            for name, item in self._loose.items():
+                item.copy_(state[name])
+
+
+def _joined(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+class BesideGradients:
+    """Averages the gradients of what trains beside the model over the ranks.
+
+    Which of them there are is agreed on in the first step, and in every step if steps differ (`asks`).
+    """
+
+    def __init__(self, sum_over_ranks: Callable[[Tensor], None], world_size: int, *, asks: bool) -> None:
+        self._sum_over_ranks = sum_over_ranks
+        self._world_size = world_size
+        self._asks = asks
+        self._present: list[bool] | None = None
+        self._used: list[bool] = []
+
+    def ask_again(self) -> None:
+        """The parameters are others from now on."""
+        self._present = None
+
+    def average(self, parameters: list[nn.Parameter], device: torch.device) -> None:
+        """Replace the gradients by their mean over the ranks; one that no rank has stays away.
+
+        Raises:
+            ModelError: A step used other parameters than the first.
+        """
+        if not parameters:
+            return
+        present = [item.grad is not None for item in parameters]
+        if self._present is None or self._asks:
+            counts = torch.tensor(present, dtype=torch.float32, device=device)
+            self._sum_over_ranks(counts)
+            self._present, self._used = present, [count > 0 for count in counts.tolist()]
+        elif present != self._present:
+            raise ModelError(
+                "a step used other parameters of loss_fn than the first; set parallel.find_unused_parameters=true "
+                "(or find_unused_parameters=True)"
+            )
+        gradients: list[Tensor] = []
+        for parameter, used in zip(parameters, self._used):
+            if used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        average(gradients, self._sum_over_ranks, self._world_size)
+
+
+@torch.no_grad()
+def send_values(tensors: list[Tensor]) -> None:
+    """Give every rank rank 0's values."""
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+
+
+def average(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None], world_size: int) -> None:
+    """Replace gradients, of which all ranks have the same, by their mean over the ranks."""
+    for bucket in _buckets(gradients):
+        first = bucket[0]
+        in_place = len(bucket) == 1 and (first.is_sparse or first.is_contiguous())
+        flat = first if in_place else torch.cat([item.flatten() for item in bucket])
+        sum_over_ranks(flat)
+        flat.mul_(1 / world_size)
+        if not in_place:
+            for gradient, part in zip(bucket, flat.split([item.numel() for item in bucket])):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one type, up to a size; large ones and sparse ones travel alone."""
+    found: list[list[Tensor]] = []
+    filled = _BUCKET_BYTES
+    for gradient in gradients:
+        alone = gradient.is_sparse or not found or found[-1][0].is_sparse or found[-1][0].dtype != gradient.dtype
+        if alone or filled + gradient.nbytes > _BUCKET_BYTES:
+            found.append([])
+            filled = 0
+        found[-1].append(gradient)
+        filled += 0 if gradient.is_sparse else gradient.nbytes
+    return found
