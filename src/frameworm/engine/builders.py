@@ -168,7 +168,8 @@ def open_run(job: Job, parts: StepParts) -> Output:
     except BaseException:
         output.abandon()
         raise
-    events = Events([tally, *listeners, *job.callbacks])
+    acting = [item for item in job.callbacks if not getattr(item, "must_not_break_training", False)]
+    events = Events([tally, *listeners, *job.callbacks], acting)
     sampler = make_sampler(
         config.observe.system_interval_s,
         strategy.device,

@@ -260,7 +260,8 @@ class TrainingLoop:
 
     def _deliver(self, finished: list[Timed]) -> None:
         """Turn measured steps into records and hand them to whoever listens."""
-        progress, ranks, on_step = self.progress, self._ranks, self._events.on_step
+        progress, ranks = self.progress, self._ranks
+        on_step, on_own_step = self._events.on_step, self._events.on_own_step
         bad_numbers, spikes = self._bad_numbers, self._spikes
         now = time()
         since = now - perf_counter()
@@ -294,6 +295,7 @@ class TrainingLoop:
                 on_step(record)
             else:
                 ranks.add(record, timed.communication)
+            on_own_step(record)
             if spikes is not None:
                 spikes.add(number, loss, count)
             if bad_numbers is not None:

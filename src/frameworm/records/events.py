@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 
+EVENTS = {"on_run_start": 1, "on_step": 1, "on_epoch": 1, "on_checkpoint": 2, "on_run_end": 1}  # and their arguments
 _Call = Callable[..., Any]
 _Target = tuple["Listener", _Call]
 
@@ -41,15 +42,18 @@ class Events(Listener):
     """Hands each event to every listener, in order. With no listeners it does nothing, so the loop never asks.
 
     Args:
-        listeners: Who listens; only the methods a listener overrides are ever called.
+        listeners: Who listens; only the methods a listener overrides are ever called, and one without the base class
+            needs only those that it wants.
+        acting: Those of them that may act on the training, and hear of a step at once (`on_own_step`).
 
     Attributes:
         notes: One sentence for each listener that was dropped.
     """
 
-    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+    def __init__(self, listeners: Iterable[Listener] = (), acting: Iterable[Listener] = ()) -> None:
         self.notes: list[str] = []
         self._listeners: tuple[Listener, ...] = tuple(listeners)
+        self._acting = {id(listener) for listener in acting}
         self._collect()
 
     @property
@@ -62,13 +66,17 @@ class Events(Listener):
         self._tell(self._run_start, record)
 
     def on_step(self, step: StepRecord) -> None:
-        """Tell all of one step."""
+        """Tell all of one step, but those who act."""
         for listener, call in self._step:
             try:
                 call(step)
             except Exception as error:
                 if not self._dropped(listener, error):
                     raise
+
+    def on_own_step(self, step: StepRecord) -> None:
+        """Tell those who act, before the next step begins: what the other ranks say of this one is not known yet."""
+        self._tell(self._own_step, step)
 
     def on_epoch(self, epoch: EpochRecord) -> None:
         """Tell all of one epoch."""
@@ -100,19 +108,23 @@ class Events(Listener):
     def _collect(self) -> None:
         """Look up once which listeners override what: a step then costs one call for each that cares."""
         self._run_start = self._overriding("on_run_start")
-        self._step = self._overriding("on_step")
+        told = self._overriding("on_step")
+        self._step = tuple(item for item in told if id(item[0]) not in self._acting)
+        self._own_step = tuple(item for item in told if id(item[0]) in self._acting)
         self._epoch = self._overriding("on_epoch")
         self._checkpoint = self._overriding("on_checkpoint")
         self._run_end = self._overriding("on_run_end")
 
     def _overriding(self, name: str) -> tuple[_Target, ...]:
         base = getattr(Listener, name)
-        found = ((listener, getattr(listener, name)) for listener in self._listeners)
-        return tuple((listener, call) for listener, call in found if getattr(call, "__func__", None) is not base)
+        found = ((listener, getattr(listener, name, None)) for listener in self._listeners)
+        return tuple(
+            (listener, call) for listener, call in found if callable(call) and getattr(call, "__func__", None) is not base
+        )
 
     def _dropped(self, listener: Listener, error: Exception) -> bool:
         """Drop a listener that only watches and has failed; False for one whose errors must be seen."""
-        if not listener.must_not_break_training:
+        if not getattr(listener, "must_not_break_training", False):
             return False
         if any(item is listener for item in self._listeners):
             self.notes.append(f"{type(listener).__name__} was dropped: {type(error).__name__}: {error}")
