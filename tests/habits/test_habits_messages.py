@@ -45,7 +45,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 # What is given to the trainer
 
 
-@known_defect("a list of optimizers fails with AttributeError")
 def test_a_list_of_optimizers_is_refused_in_words() -> None:
     model = small_model()
     optimizers = [sgd(model[0]), sgd(model[2])]
@@ -53,14 +52,12 @@ def test_a_list_of_optimizers_is_refused_in_words() -> None:
     assert "optimizer" in message
 
 
-@known_defect("LBFGS fails with TypeError: step() needs a closure")
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     model = small_model()
     message = refusal(lambda: trainer(model, torch.optim.LBFGS(model.parameters())).train(batches()))
     assert "LBFGS" in message
 
 
-@known_defect("loss and optimizer in the order of other libraries fail with AttributeError")
 def test_a_loss_in_the_place_of_the_optimizer_is_refused_in_words() -> None:
     model = small_model()
     message = refusal(lambda: trainer(model, nn.CrossEntropyLoss(), sgd(model)).train(batches()))
@@ -77,7 +74,6 @@ class OnlySteps:
         self.steps += 1
 
 
-@known_defect("a callback without the base class fails with AttributeError")
 def test_a_callback_with_some_of_the_methods_is_called_or_refused_by_name() -> None:
     callback = OnlySteps()
     training = trainer(small_model(), callbacks=[callback])
@@ -91,13 +87,11 @@ def test_a_callback_with_some_of_the_methods_is_called_or_refused_by_name() -> N
     assert callback.steps == 4 or "OnlySteps" in message
 
 
-@known_defect("an object that is no callback fails with AttributeError")
 def test_an_object_that_is_no_callback_is_refused_in_words() -> None:
     message = refusal(lambda: trainer(small_model(), callbacks=[lambda step: None]).train(batches()))
     assert "callback" in message
 
 
-@known_defect("a list of validation loaders is read as a list of batches and fails inside the model")
 def test_a_list_of_validation_loaders_is_refused_in_words() -> None:
     message = refusal(lambda: trainer(small_model()).train(batches(), [batches(8), batches(8)]))
     assert "loader" in message
@@ -114,7 +108,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@known_defect("a compiler that fails ends the training")
 def test_training_goes_on_eagerly_when_the_compiler_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_compiler: None
 ) -> None:
@@ -147,7 +140,6 @@ def torch_switches() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@known_defect("deterministic=True stays on for the whole process")
 def test_deterministic_mode_ends_with_its_training(torch_switches: None) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     trainer(small_model(), deterministic=True).train(batches())

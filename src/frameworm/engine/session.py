@@ -90,7 +90,8 @@ class TrainingSession:
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
         # Signals are caught to the end: who stops a run that is writing its results down must not take them from it.
-        with not_world_writable(), self._protection.watchdog, self._protection.request:
+        protection, compiler = self._protection, self._model.compiler
+        with not_world_writable(), protection.watchdog, protection.request, compiler.eager_if_it_fails():
             return self._run()
 
     def _run(self) -> RunRecord:
@@ -247,6 +248,7 @@ class TrainingSession:
         self._notes.append(unread)
         writer_notes = output.run.close()
         self.record.compilation = self._model.compiler.record()
+        self._notes.append(self._model.compiler.note)
         if isinstance(parts.step, CapturedStep):
             self.record.captured_steps = parts.step.captured_steps
             self._notes.append(parts.step.note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from torch import nn
 
 from frameworm.config.checks import check_sharding
 from frameworm.config.schema import Config
+from frameworm.engine.given import check_callbacks, check_given, check_loader
 from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
+from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
@@ -27,14 +30,15 @@ class Trainer:
     """Trains a model.
 
     Args:
-        model: Any module.
-        optimizer: An optimizer over its parameters.
+        model: Any module. Layers that are in evaluation mode stay in it.
+        optimizer: An optimizer over its parameters, and over those of `loss_fn` if that learns.
         loss_fn: `loss_fn(output, target)` for `(input, target)` batches, or `loss_fn(model, batch)` if its first
             parameter is named `model`; it may return `(loss, count)`. Not needed for a model that returns its loss, or
             for class scores with integer targets (cross-entropy).
         scheduler: A torch scheduler, stepped once per step, or a schedule of `frameworm.engine.optim.schedule`.
         config: Settings as a whole; keywords below win over it.
-        callbacks: Listeners (`frameworm.Callback`) that are told of every step, epoch, checkpoint and the end.
+        callbacks: Listeners (`frameworm.Callback`, or objects with some of its methods) that are told of every step,
+            epoch, checkpoint and the end.
         run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.
         **settings: Fields of the config by name, e.g. `clip_norm=1.0`, `accumulation=4`, `seed=0`, `every_steps=100`,
             or a section, `gpu=GPUConfig(...)`.
@@ -57,6 +61,7 @@ class Trainer:
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:
+        check_given(model, optimizer, loss_fn, scheduler)
         self.model = model
         self.optimizer = optimizer
         self._loss_fn = loss_fn
@@ -66,7 +71,7 @@ class Trainer:
         # Without a word about the device, torch's own switches stay as the user has them.
         fields = type(self._config.gpu).model_fields
         self._sets_backend = config is not None or "gpu" in settings or any(name in fields for name in settings)
-        self._callbacks = list(callbacks)
+        self._callbacks = check_callbacks(callbacks)
         self._run_dir = run_dir
         self._began = False
 
@@ -124,6 +129,8 @@ class Trainer:
         Raises:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
         """
+        check_loader(train_loader, "train_loader")
+        check_loader(val_loader, "val_loader")
         if epochs is not None:
             self._config = apply_settings(self._config, {"epochs": epochs})
         self._began = True
@@ -141,7 +148,8 @@ class Trainer:
             seed=self._seed,
             sets_backend=self._sets_backend,
         )
-        return run_job(build_job(as_python_run(self._config, self.model), given))
+        with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
+            return run_job(build_job(as_python_run(self._config, self.model), given))
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler = self._scheduler

@@ -119,7 +119,9 @@ class Events(Listener):
         base = getattr(Listener, name)
         found = ((listener, getattr(listener, name, None)) for listener in self._listeners)
         return tuple(
-            (listener, call) for listener, call in found if callable(call) and getattr(call, "__func__", None) is not base
+            (listener, call)
+            for listener, call in found
+            if callable(call) and getattr(call, "__func__", None) is not base
         )
 
     def _dropped(self, listener: Listener, error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,6 +80,25 @@ def apply_backend_flags(*, tf32: bool, benchmark: bool, deterministic: bool, fla
         torch.backends.cudnn.allow_tf32 = tf32 and not deterministic
     torch.backends.cuda.enable_flash_sdp(flash_attention is not False)
     prefer_cudnn_attention(flash_attention == "cudnn" and not deterministic)
+
+
+@contextlib.contextmanager
+def backend_flags_kept() -> Iterator[None]:
+    """Put torch's global switches back afterwards: what a run asks for ends with it."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    switches = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
+    matmul, flash = torch.get_float32_matmul_precision(), torch.backends.cuda.flash_sdp_enabled()
+    try:
+        yield
+    finally:
+        if deterministic[0] != torch.are_deterministic_algorithms_enabled():  # it loads the compiler to tell it, too
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
+            cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = switches
+            torch.set_float32_matmul_precision(matmul)
+        torch.backends.cuda.enable_flash_sdp(flash)
 
 
 def prefer_cudnn_attention(preferred: bool) -> None:

@@ -1,0 +1,124 @@
+"""Checks what a user hands to a `Trainer`, before anything is built: habits of other libraries are refused in words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from frameworm.data.loader import OptimizedDataLoader
+from frameworm.data.prefetch import CudaDataLoader
+from frameworm.errors import ConfigError, DataError
+from frameworm.records.events import EVENTS, Listener
+
+_ORDER = "Trainer(model, optimizer, loss_fn, scheduler)"
+_LOADERS = (DataLoader, OptimizedDataLoader, CudaDataLoader)
+
+
+def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> None:
+    """Refuse arguments in another order or of another kind.
+
+    Raises:
+        ConfigError: Says which one.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch module, not {_word(model)}: {_ORDER}")
+    _check_optimizer(optimizer)
+    if loss_fn is not None and not callable(loss_fn):
+        hint = " (give it by name: scheduler=...)" if hasattr(loss_fn, "step") else ""
+        raise ConfigError(f"loss_fn must be a function or a module, not {_word(loss_fn)}{hint}: {_ORDER}")
+    if isinstance(scheduler, (list, tuple)):
+        raise ConfigError(
+            f"scheduler must be one scheduler, not {_word(scheduler)}: join them, for instance in a "
+            "torch.optim.lr_scheduler.SequentialLR"
+        )
+    if scheduler is not None and not callable(scheduler) and not _has(scheduler, "step"):
+        raise ConfigError(f"scheduler must have a method step, and {_word(scheduler)} has none: {_ORDER}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise ConfigError(
+            f"optimizer must be one optimizer, not {_word(optimizer)}: give its parameter groups the settings of each "
+            "(AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]))"
+        )
+    if isinstance(optimizer, type):
+        raise ConfigError(
+            f"optimizer is the class {optimizer.__name__}: build it, {optimizer.__name__}(model.parameters())"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer) and not _has(optimizer, "param_groups", "step", "state_dict"):
+        raise ConfigError(f"optimizer must be an optimizer of torch, not {_word(optimizer)}: {_ORDER}")
+    if not _takes(optimizer.step, 0):
+        raise ConfigError(
+            f"{type(optimizer).__name__} calls the model several times in a step (its step needs a closure), and this "
+            "training loop calls it once; use an optimizer that steps by the gradients at hand, such as AdamW or SGD"
+        )
+
+
+def check_callbacks(callbacks: Any) -> list[Listener]:
+    """The callbacks as a list.
+
+    Raises:
+        ConfigError: One has none of the methods that are called, or one that cannot be called as they are.
+    """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks must be a list of callbacks, not {_word(callbacks)}")
+    found = list(callbacks)
+    for item in found:
+        name = item.__name__ if isinstance(item, type) else type(item).__name__
+        if isinstance(item, type):
+            raise ConfigError(f"callback {name} is a class: give an object of it, {name}()")
+        if isinstance(item, Listener):
+            continue
+        methods = [method for method in EVENTS if callable(getattr(item, method, None))]
+        if not methods:
+            raise ConfigError(f"{name} is no callback: it has none of the methods {', '.join(EVENTS)}")
+        for method in methods:
+            if not _takes(getattr(item, method), EVENTS[method]):
+                raise ConfigError(
+                    f"callback {name}: {method} must take {EVENTS[method]} positional argument(s), as that of "
+                    "frameworm.Callback does"
+                )
+    return found
+
+
+def check_loader(loader: Any, name: str) -> None:
+    """Refuse several loaders in the place of one.
+
+    Raises:
+        DataError: Says which.
+    """
+    items = (
+        list(loader.values()) if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else []
+    )
+    if isinstance(loader, Mapping) or any(isinstance(item, _LOADERS) for item in items):
+        joined = "join the data sets (torch.utils.data.ConcatDataset)"
+        raise DataError(
+            f"{name} must be one loader, not {_word(loader)}"
+            + (f" of loaders: {joined}, or train with one of them" if items else "")
+        )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _has(value: Any, *names: str) -> bool:
+    return all(hasattr(value, name) for name in names)
+
+
+def _takes(call: Callable[..., Any], arguments: int) -> bool:
+    """Whether it can be called with so many arguments; True where nobody can tell."""
+    try:
+        inspect.signature(call).bind(*([None] * arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
