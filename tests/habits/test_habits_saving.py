@@ -92,7 +92,6 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
         pytest.param(linear, {"decay": lambda step: step}, None, id="function in a parameter group"),
     ],
 )
-@wrong_today("it is found at the first save, after hours perhaps")
 def test_state_that_can_never_be_saved_is_found_before_the_first_step(
     model: Callable[[], nn.Module], options: dict[str, Any], scheduler: Any, tmp_path: Path
 ) -> None:
@@ -111,7 +110,6 @@ def test_state_that_can_never_be_saved_is_found_before_the_first_step(
     assert refused or named
 
 
-@wrong_today("a numpy array is refused, and no checkpoint of the run is written")
 def test_numpy_arrays_in_a_modules_state_are_saved_and_restored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     record = trainer(Extra(np.arange(6.0).reshape(2, 3)), run_dir=folder).train(pairs())
@@ -121,7 +119,6 @@ def test_numpy_arrays_in_a_modules_state_are_saved_and_restored(tmp_path: Path) 
     assert np.array_equal(np.asarray(resumed.extra), np.arange(6.0).reshape(2, 3))
 
 
-@wrong_today("a numpy array is refused, and no checkpoint of the run is written")
 def test_numpy_arrays_in_a_parameter_group_are_saved(tmp_path: Path) -> None:
     model = linear()
     optimizer = sgd(model, milestones=np.array([10, 20]))

@@ -52,7 +52,8 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer) and not _has(optimizer, "param_groups", "step", "state_dict"):
         raise ConfigError(f"optimizer must be an optimizer of torch, not {_word(optimizer)}: {_ORDER}")
-    if not _takes(optimizer.step, 0):
+    # Of the class: torch's schedulers put a function of their own into the object.
+    if not _takes(type(optimizer).step, 1):
         raise ConfigError(
             f"{type(optimizer).__name__} calls the model several times in a step (its step needs a closure), and this "
             "training loop calls it once; use an optimizer that steps by the gradients at hand, such as AdamW or SGD"

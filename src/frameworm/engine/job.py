@@ -54,6 +54,7 @@ class Job:
     train: StepSource
     validation: Iterable[Any] | None
     open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
+    saves: bool = True  # whether there will be a run folder
     callbacks: Sequence[Listener] = ()
     notes: list[str] = field(default_factory=list)
     advise: Advise | None = None  # settings that would fit, asked when memory has run out
@@ -164,6 +165,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
             rank=process.rank,
             world_size=process.world_size,
         ),
+        saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,
         notes=[text for text in (note, val_note) if text],
         advise=given.advise,

@@ -46,6 +46,9 @@ class TrainingSession:
         self.total_steps = job.total_steps
         self._model = prepare_model(job)
         self._parts = build_step(job, self._model)
+        if job.saves:
+            self._parts.state.check_savable()
+        self._steps_to_check = 1 if job.saves else 0
         self._output = open_run(job, self._parts)
         self._protection = build_protection(job, self._parts, self._output)
         self._state, self._store = self._parts.state, self._output.store
@@ -73,7 +76,7 @@ class TrainingSession:
             ),
             BeforeStep(
                 protection.agreement,
-                watched(parts.gradients, protection.guard.before_step),
+                watched(parts.gradients, self._before_step),
                 job.gate,
                 make_timed_saves(checkpoint, protection.agreement) if saves else None,
                 None if store is None else make_save_turns(checkpoint, store, protection.agreement),
@@ -81,6 +84,13 @@ class TrainingSession:
             AfterStep(self._output.events, parts.ranks, protection.bad_numbers, protection.spikes),
             Requests(self._save, self._sum_over_ranks, None if job.validation is None else self._validate),
         )
+
+    def _before_step(self, number: int) -> None:
+        if self._steps_to_check >= 0:
+            if self._steps_to_check == 0 and self._job.saves:
+                self._state.check_savable()  # now with what the optimizer made in its first step
+            self._steps_to_check -= 1
+        self._protection.guard.before_step(number)
 
     def run(self) -> RunRecord:
         """Train to the end.

@@ -37,6 +37,13 @@ class StoredTensor(ABC):
         """These rows of it in host memory, all unless told; memory that nobody else uses."""
 
 
+@dataclass(frozen=True)
+class StoredArray:
+    """A numpy array that waits in a checkpoint, where it is a tensor."""
+
+    tensor: StoredTensor
+
+
 def is_part(tensor: object) -> TypeGuard[DTensor]:
     """Whether it is a tensor of which this rank holds a part; there is none before their module was loaded."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -85,6 +92,8 @@ def loaded(state: Any) -> Any:
             if id(item) not in known:
                 known[id(item)] = item.read()
             return known[id(item)]
+        if isinstance(item, StoredArray):
+            return load(item.tensor).numpy()
         if isinstance(item, dict):
             return {name: load(part) for name, part in item.items()}
         if isinstance(item, (list, tuple)):

@@ -108,6 +108,22 @@ class _Collector:
         return name
 
 
+def check_state(held: HeldState, *more: Any) -> None:
+    """Refuse a state that `take_snapshot` could not take; nothing is copied.
+
+    Raises:
+        CheckpointError: Names what no checkpoint can hold.
+    """
+    for state in (held.replicated, held.owned, *more):
+        collector = _Collector()
+        try:
+            encode(state, collector.keep)
+        except RecursionError:
+            raise CheckpointError("a part of the state holds itself") from None
+        for name, tensor in collector.tensors.items():
+            type_name(tensor.dtype, name)
+
+
 def take_snapshot(
     held: HeldState,
     own: dict[str, Any],

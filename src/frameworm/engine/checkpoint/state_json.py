@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from frameworm.errors import CheckpointError
+from frameworm.parallel.shards import StoredArray
 
 Path = tuple[str, ...]
 
@@ -31,6 +32,8 @@ def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = (
     """
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(path, value)}
+    if type(value) is np.ndarray:
+        return {"$ndarray": encode(_as_tensor(value, path), keep, path)}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -51,7 +54,18 @@ def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = (
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise CheckpointError(f"{'/'.join(path)} is a {kind}, and a checkpoint holds only tensors and plain data")
+    raise CheckpointError(f"{'/'.join(path)} is a {kind}, and a checkpoint holds only tensors, arrays and plain data")
+
+
+def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    """A tensor with the values of an array, which may share its memory."""
+    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise CheckpointError(
+            f"{'/'.join(path)} is an array of {array.dtype}, which a checkpoint cannot hold"
+        ) from None
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
@@ -80,6 +94,8 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "$tensor" and isinstance(content, str):
         return tensor(content)
+    if kind == "$ndarray":
+        return StoredArray(decode(content, tensor))
     if kind == "$tuple":
         return tuple(decode(part, tensor) for part in content)
     if kind == "$set":

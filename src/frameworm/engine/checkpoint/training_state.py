@@ -13,7 +13,7 @@ from frameworm.data.samples.held import Held
 from frameworm.data.samples.worker_state import PersistentWorkers
 from frameworm.engine.checkpoint.load import SavedState, check_same_model
 from frameworm.engine.checkpoint.progress import Progress
-from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, take_snapshot
+from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, check_state, take_snapshot
 from frameworm.engine.checkpoint.staging import Staging
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
@@ -86,6 +86,28 @@ class TrainingState:
             self.model.load_state_dict(copies["model"])
             self.strategy.beside.load_state_dict(copies["loss"])
         return snapshot
+
+    def check_savable(self) -> None:
+        """Refuse what no checkpoint could hold, without saving anything.
+
+        Raises:
+            CheckpointError: Names it.
+        """
+        what = "model, loss and optimizer"
+        try:
+            held, own = self._held(), self.strategy.rank_state()
+            what = "scheduler"
+            common, more = self._small_state()
+            check_state(held, own, common, more)
+        except CheckpointError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"the state of the {what} cannot be taken ({type(error).__name__}: {error})"
+        else:
+            return
+        raise CheckpointError(
+            f"this training could not be saved: {reason}; change that, or train without a run folder (run_dir=None)"
+        )
 
     def _held(self) -> HeldState:
         """What this rank holds of model, loss and optimizer."""
