@@ -12,8 +12,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from frameworm.data import prefetch
+from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of, move_batch
+from frameworm.data.prefetch import CudaDataLoader, move_batch
 from frameworm.errors import DeviceError
 
 Pair = namedtuple("Pair", "left right")
@@ -98,7 +99,8 @@ def test_nothing_to_move_gives_the_same_object() -> None:
         ({"name": "x", "input": torch.ones(4, 1)}, 4),
         (Encoding({"ids": torch.ones(2)}), 2),
         (Movable(torch.ones(6)), 6),
-        (["text"], None),
+        (["text", "text"], 2),
+        ("text", None),
         (torch.tensor(1.0), None),
     ],
 )

@@ -76,7 +76,6 @@ def contrast(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         pytest.param(OwnRegression, None, id="a regression model's own loss"),
     ],
 )
-@wrong_today("any 2-d output with 1-d integer targets is scored as if its columns were classes")
 def test_no_accuracy_where_the_output_holds_no_class_scores(model: Callable[[], nn.Module], loss_fn: Any) -> None:
     record = trainer(model(), loss_fn=loss_fn, lr=0.01).train(pairs(), pairs())
     assert record.quality.val_loss is not None
@@ -113,7 +112,7 @@ def per_position(classes: int, length: int) -> tuple[nn.Module, torch.Tensor, to
     ("classes", "length"),
     [
         (3, 5),
-        pytest.param(5, 5, marks=wrong_today("with as many positions as classes the last dimension is taken")),
+        (5, 5),
     ],
 )
 def test_scores_per_position_have_their_classes_in_dimension_1(classes: int, length: int) -> None:
@@ -156,7 +155,6 @@ def by_image(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(torch.stack(images)), torch.stack([target["label"] for target in targets]))
 
 
-UNCOUNTED = "only the rows of the first tensor are counted, and a batch that shows no tensor counts as one sample"
 SHAPES = [
     pytest.param(Fields, by_attribute, id="dataclass"),
     pytest.param(Plain, by_attribute, id="object"),
@@ -170,7 +168,6 @@ def shaped(batch: Callable[..., Any], sizes: tuple[int, ...] = (4, 4, 4, 2)) -> 
 
 
 @pytest.mark.parametrize(("batch", "loss_fn"), SHAPES)
-@wrong_today(UNCOUNTED)
 def test_accumulation_weighs_batches_of_any_shape_by_their_samples(batch: Any, loss_fn: Any) -> None:
     model = linear()
     trainer(model, loss_fn=loss_fn, accumulation=4).train(shaped(batch))
@@ -179,7 +176,6 @@ def test_accumulation_weighs_batches_of_any_shape_by_their_samples(batch: Any, l
 
 
 @pytest.mark.parametrize(("batch", "loss_fn"), SHAPES)
-@wrong_today(UNCOUNTED)
 def test_validation_weighs_batches_of_any_shape_by_their_samples(batch: Any, loss_fn: Any) -> None:
     model = linear()
     with torch.no_grad():
@@ -195,7 +191,6 @@ def _on_ranks(rank: int, world_size: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@wrong_today(UNCOUNTED)
 def test_ranks_weigh_dataclass_batches_by_their_samples(run_ranks: Callable[..., Any]) -> None:
     expected = one_update(by_attribute, shaped(Fields, (4, 2)), (4, 2))
     try:
@@ -224,7 +219,6 @@ def by_graph(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(pooled(features, owner)), labels)
 
 
-@wrong_today("micro-batches of graphs are weighed by their nodes, which nothing says")
 def test_nested_batches_are_weighed_by_samples_or_equally_and_that_is_said() -> None:
     batches = [graphs((1, 1, 1, 1), 0), graphs((9, 9), 1)]
     model = linear()
@@ -247,7 +241,6 @@ def test_batches_of_unknown_size_weigh_the_same() -> None:
     assert torch.allclose(model.weight, one_update(by_seed, [1, 7], (1, 1)), atol=1e-6)
 
 
-@wrong_today("a batch of unknown size silently counts as one sample")
 def test_an_unknown_number_of_samples_is_said() -> None:
     with logged() as log:
         record = trainer(linear(), loss_fn=by_seed, accumulation=2).train([1, 7])
@@ -275,7 +268,6 @@ def by_pair(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(float, id="float"), pytest.param(lambda value: value, id="tensor")])
-@wrong_today("the second value is taken for a count, whatever it is")
 def test_an_accuracy_beside_the_loss_is_no_weight(kind: Any) -> None:
     model = linear()
     batches = [(inputs, answers) for (inputs, _), answers in zip(pairs(), answered(model, (1, 3, 2)))]
@@ -327,7 +319,6 @@ def cross_entropy_of_all() -> float:
         return float(by_pair(linear(), samples(12)))
 
 
-@wrong_today("a tuple from the model is not looked into for its loss")
 def test_a_model_may_return_its_loss_first_in_a_tuple() -> None:
     batches = [{"input_ids": inputs, "labels": labels} for inputs, labels in pairs()]
     result = outcome(lambda: trainer(LossFirst(), lr=FROZEN).train(batches))
@@ -336,7 +327,6 @@ def test_a_model_may_return_its_loss_first_in_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("model", [LossFirst, LossInside])
-@wrong_today("an optional labels parameter is passed over for tuple batches")
 def test_a_models_own_loss_counts_for_tuple_batches_too(model: type[nn.Module]) -> None:
     result = outcome(lambda: trainer(model(), lr=FROZEN).train(pairs()))
     assert isinstance(result, RunRecord), repr(result)
@@ -357,7 +347,6 @@ class OfGraph(nn.Module):
         return self.layer(pooled(features, owner))
 
 
-@wrong_today("a tuple of inputs is spread over the parameters of forward, of which there is one: a TypeError")
 def test_nested_batches_reach_the_model_as_they_were_collated() -> None:
     batch = graphs((2, 1, 3, 1), 0)
     with torch.no_grad():

@@ -255,6 +255,11 @@ class TrainingConfig(Section):
     schedule: Literal["onecycle", "cosine", "linear", "constant"] = Field(
         default="onecycle", description="Course of the learning rate over the run, per step."
     )
+    schedule_every: Literal["auto", "step", "epoch"] = Field(
+        default="auto",
+        description="How often a torch scheduler given to Trainer is stepped; auto: every step, or every epoch if it "
+        "takes a metric.",
+    )
     warmup: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the steps that climb to lr (onecycle: 0.3 unless set)."
     )
@@ -273,6 +278,11 @@ class TrainingConfig(Section):
         description="A loss that jumps up and stays: say so, or go back to the last checkpoint's model.",
     )
     early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(default=None, description="Stop if a metric stalls.")
+    accuracy: bool | Auto = Field(
+        default="auto",
+        description="Count right answers in validation; auto: where the loss takes integer targets, one per sample, "
+        "for classes of the model's output.",
+    )
     cpu_threads: Count | Auto = Field(
         default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from frameworm.data.batches.packed import batches_of
+from frameworm.data.batches.sizes import fields_of
 from frameworm.errors import DeviceError
 
 # Below this a copy is short beside what the host spends on ordering two streams: on a step of 5 ms with batches of this
@@ -23,7 +25,8 @@ def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool 
     """Put the tensors of a nested batch on a device; whatever holds none stays the same object.
 
     Args:
-        batch: Tensors in tuples, named tuples, lists, mappings (HF encodings too) or objects with `.to`.
+        batch: Tensors in tuples, named tuples, lists, mappings (HF encodings too) or other objects: those with `.to`
+            move themselves, of the rest a copy holds the moved attributes.
         device: Where to.
         non_blocking: Do not wait for copies from the host.
     """
@@ -45,7 +48,14 @@ def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool 
         if hasattr(batch, "_fields"):
             return type(batch)(*items)
         return type(batch)(items)
-    return batch
+    attributes = _attributes_of(batch)
+    moved = {name: move_batch(value, device, non_blocking) for name, value in attributes.items()}
+    if all(moved[name] is value for name, value in attributes.items()):
+        return batch
+    clone = copy.copy(batch)
+    for name, value in moved.items():
+        object.__setattr__(clone, name, value)  # one that is frozen was made a moment ago
+    return clone
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -58,21 +68,9 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, (tuple, list)):
         for item in batch:
             yield from tensors_in(item)
-    elif callable(getattr(batch, "to", None)) and hasattr(batch, "__dict__"):
-        for value in vars(batch).values():
+    else:
+        for value in _attributes_of(batch).values():
             yield from tensors_in(value)
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor that has one, or None."""
-    kind = type(batch)
-    first = batch[0] if (kind is tuple or kind is list) and batch else next(iter(_items(batch)), None)
-    if isinstance(first, torch.Tensor) and first.dim() > 0:
-        return first.size(0)
-    for tensor in tensors_in(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    return None
 
 
 class CudaDataLoader:
@@ -240,6 +238,17 @@ class _Transfer:
                     # Its memory belongs to the side stream, which must not reuse it while the caller's still reads.
                     tensor.record_stream(current)
         return self._batch
+
+
+def _attributes_of(batch: Any) -> Mapping[str, Any]:
+    """Attributes of an object that may hold tensors; not other plain objects, which may lead back to this one."""
+    found = fields_of(batch)
+    return {name: value for name, value in found.items() if _may_hold_tensors(value)} if found else found
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    known = isinstance(value, (torch.Tensor, Mapping, tuple, list)) or dataclasses.is_dataclass(value)
+    return known or callable(getattr(value, "to", None))
 
 
 def _items(batch: Any) -> Iterable[Any]:

@@ -6,6 +6,8 @@ sizes are agreed on before each step, so that no rank waits for one that has run
 
 from __future__ import annotations
 
+import collections.abc
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,11 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from frameworm.data.adopt import RankBatches, after_samples, samples_in, set_loader_epoch
+from frameworm.data.adopt import RankBatches, after_samples, set_loader_epoch
+from frameworm.data.batches.sizes import UNKNOWN, batch_size_of
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.position import Reading, order_of, skipping
 from frameworm.data.prefetch import CudaDataLoader
@@ -25,7 +28,9 @@ from frameworm.data.samples.skipping import SkippedSample
 from frameworm.data.samples.worker_state import PersistentWorkers
 from frameworm.errors import DataError
 
+log = logging.getLogger("frameworm")
 OverRanks = Callable[[float], float]
+SizedBatch = tuple[Any, int | None]
 LONG_S = 0.5  # a first batch that took longer is not read again to see whether it stays the same
 
 
@@ -53,6 +58,7 @@ class StepSource:
         loader: Any,
         *,
         accumulation: int,
+        rank: int = 0,
         world_size: int = 1,
         sum_over_ranks: OverRanks | None = None,
         max_over_ranks: OverRanks | None = None,
@@ -61,6 +67,7 @@ class StepSource:
         self.loader = loader
         self._inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
         self._accumulation = accumulation
+        self._rank = rank
         self._world_size = world_size
         self._sum_over_ranks = sum_over_ranks
         planned = isinstance(self._inner, OptimizedDataLoader) and self._inner.sampler is not None
@@ -84,7 +91,8 @@ class StepSource:
         self._first_step = 0
         self.workers = PersistentWorkers(self._inner)
         self.notes: list[str] = []
-        """What the user should know about reading this loader again."""
+        """What the user should know about the batches and about reading them again."""
+        self._unknown_size = False
         self._warn = warn
         self._asked: tuple[str | None] | None = None
         if self.workers.note is not None:
@@ -182,7 +190,7 @@ class StepSource:
             return self._planned_steps(start)
         began = perf_counter()
         with self.workers.starting():
-            steps = self._group(iter(self.loader), self._even)
+            steps = self._group(sized(self.loader), self._even)
         first = next(steps, None)
         if first is None:
             return steps
@@ -227,18 +235,18 @@ class StepSource:
         if isinstance(inner, OptimizedDataLoader):
             inner.skip(samples, self.reading.arranged_for)
             if self._planned is None:
-                return self._group(iter(self.loader), False)
+                return self._group(sized(self.loader), False)
             self.steps_in_epoch = start + self._planned.steps_per_epoch
             return self._planned_steps(0)
         if isinstance(inner, RankBatches) or getattr(inner, "batch_sampler", None) is not None:
             with self.workers.starting(), skipping(inner, samples):
-                batches = iter(self.loader)
+                batches = sized(self.loader, samples)
                 # A loader may draw its order with its first batch, from the random state that is in force now.
                 return self._group(chain(_take(batches, 1), batches), False)
         with self.workers.starting():
-            return self._group(after_samples(iter(self.loader), samples), False)
+            return self._group(_sized(after_samples(iter(self.loader), samples), iter(())), False)
 
-    def _group(self, batches: Iterator[Any], even: bool) -> Iterator[StepBatch]:
+    def _group(self, batches: Iterator[SizedBatch], even: bool) -> Iterator[StepBatch]:
         """Steps of micro-batches; `even` says that the ranks have equally many samples in each."""
         alone = self._accumulation == 1 and (self._world_size == 1 or even)
         return self._single_steps(batches) if alone else self._grouped_steps(batches, even)
@@ -269,25 +277,20 @@ class StepSource:
                 shape.padded_tokens,
             )
 
-    def _single_steps(self, batches: Iterator[Any]) -> Iterator[StepBatch]:
+    def _single_steps(self, batches: Iterator[SizedBatch]) -> Iterator[StepBatch]:
         """One batch is one step, and no rank needs to be asked: `_grouped_steps` for the common case, at less cost."""
-        for batch in batches:
-            samples = samples_in(batch)
+        for batch, size in batches:
+            samples = 1 if size is None or self._unknown_size else size
+            if size is None:
+                self._say_unknown(batch)
             if samples == 0:
                 return
             yield StepBatch([batch], [samples], samples * self._world_size)
 
-    def _grouped_steps(self, batches: Iterator[Any], even: bool) -> Iterator[StepBatch]:
+    def _grouped_steps(self, batches: Iterator[SizedBatch], even: bool) -> Iterator[StepBatch]:
         last: Any = None
         while True:
-            group = _take(batches, self._accumulation)
-            samples = [samples_in(batch) for batch in group]
-            local = sum(samples)
-            if self._world_size == 1 or even:
-                total = local * self._world_size
-            else:
-                assert self._sum_over_ranks is not None
-                total = int(self._sum_over_ranks(float(local)))
+            group, samples, total = self._agree(_take(batches, self._accumulation), even)
             if total == 0:
                 return
             if group:
@@ -298,6 +301,65 @@ class StepSource:
                 group, samples = [last], [0]
             yield StepBatch(group, samples, total)
 
+    def _agree(self, taken: list[SizedBatch], even: bool) -> tuple[list[Any], list[int], int]:
+        """A step's batches, their samples, and those of all ranks.
+
+        From the first batch on, on any rank, that does not tell its samples, all batches weigh the same.
+        """
+        group = [batch for batch, _ in taken]
+        alone = self._world_size == 1 or even
+        if not self._unknown_size:
+            sizes = [size for _, size in taken if size is not None]
+            local = float(sum(sizes)) if len(sizes) == len(taken) else math.nan
+            total = local * self._world_size if alone else self._over_ranks(local)
+            if not math.isnan(total):
+                return group, sizes, int(total)
+            self._say_unknown(next((batch for batch, size in taken if size is None), None))
+        total = len(group) * self._world_size if alone else self._over_ranks(float(len(group)))
+        return group, [1] * len(group), int(total)
+
+    def _over_ranks(self, value: float) -> float:
+        assert self._sum_over_ranks is not None
+        return self._sum_over_ranks(value)
+
+    def _say_unknown(self, batch: Any) -> None:
+        if not self._unknown_size:
+            self._unknown_size = True
+            effect = "micro-batches weigh the same, and each counts as one"
+            self.notes.append(UNKNOWN.format(kind=type(batch).__name__, effect=effect))
+            if self._rank == 0:
+                log.warning("%s", self.notes[-1])
+
+
+def sized(loader: Any, skipped: int = 0) -> Iterator[SizedBatch]:
+    """The batches of a loader, each with its samples: by its own parts, else by the loader's plan, else None.
+
+    The loader's iterator is made at once, not with the first batch: making it may draw random numbers.
+
+    Args:
+        loader: Any.
+        skipped: Samples at the beginning of the epoch that the loader leaves out.
+    """
+    inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
+    return _sized(iter(loader), _planned_sizes(inner, skipped))
+
+
+def _sized(batches: Iterator[Any], plan: Iterator[int]) -> Iterator[SizedBatch]:
+    for batch in batches:
+        size, planned = batch_size_of(batch), next(plan, None)
+        yield batch, planned if size is None else size
+
+
+def _planned_sizes(loader: Any, skipped: int) -> Iterator[int]:
+    """Samples of each batch that a loader with a plan is going to draw; nothing for others."""
+    if isinstance(loader, OptimizedDataLoader) and loader.sampler is not None:
+        for step in range(loader.steps_per_epoch):
+            yield from loader.step_shape(step).samples
+    elif isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler:
+        sampler, full = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
+        if isinstance(sampler, collections.abc.Sized):
+            yield from (min(full, left) for left in range(len(sampler) - skipped, 0, -full))
+
 
 def close_loader(loader: Any) -> None:
     """Stop the workers of a loader of ours now; left to the garbage collector, each would take seconds to end."""
@@ -306,8 +368,8 @@ def close_loader(loader: Any) -> None:
         inner.close()
 
 
-def _take(batches: Iterable[Any], count: int) -> list[Any]:
-    taken = []
+def _take(batches: Iterable[SizedBatch], count: int) -> list[SizedBatch]:
+    taken: list[SizedBatch] = []
     for batch in batches:
         taken.append(batch)
         if len(taken) == count:

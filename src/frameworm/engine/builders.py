@@ -108,7 +108,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     config, strategy, recorder = job.config, job.strategy, prepared.recorder
     total_steps = job.total_steps
     schedule = job.make_schedule(total_steps)
-    loss_function = LossFunction(job.model, job.loss_fn)
+    loss_function = LossFunction(job.model, job.loss_fn, config.training.accuracy)
     update = Update(
         [item for _, item in strategy.named_parameters(job.model)],
         job.optimizer,

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.data.prefetch import move_batch
 from frameworm.engine.checkpoint.commit import figure_of
 from frameworm.engine.checkpoint.load import StoredCheckpoint, check_same_model, list_checkpoints, load_newest
-from frameworm.engine.step.loss import TARGET_KEYS, LossFunction
+from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import CheckpointError, ModelError, RunFolderError
 from frameworm.hardware.devices import choose_device
 from frameworm.models.workloads import Workload

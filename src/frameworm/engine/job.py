@@ -150,6 +150,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         train=StepSource(
             CudaDataLoader(loader, device),
             accumulation=accumulation,
+            rank=process.rank,
             world_size=process.world_size,
             sum_over_ranks=lambda value: all_reduce_sums([value], device)[0],
             max_over_ranks=lambda value: all_reduce_max(value, device),

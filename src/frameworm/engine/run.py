@@ -196,4 +196,5 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     model: nn.Module = strategy.place(workload.model)
     loader = CudaDataLoader(build_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)
-    return stored.step, evaluate(model, loader, LossFunction(model, workload.loss_fn), precision, strategy)
+    loss_function = LossFunction(model, workload.loss_fn, config.training.accuracy)
+    return stored.step, evaluate(model, loader, loss_function, precision, strategy)

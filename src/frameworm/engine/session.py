@@ -150,7 +150,12 @@ class TrainingSession:
         job = self._job
         assert job.validation is not None
         with self._model.compiler.uncompiled(), self._protection.guard.at_leisure():
-            return evaluate(job.model, job.validation, self._parts.loss_function, job.precision, job.strategy)
+            result = evaluate(job.model, job.validation, self._parts.loss_function, job.precision, job.strategy)
+        if result.note is not None and result.note not in self._notes:
+            self._notes.append(result.note)
+            if self._rank == 0:
+                log.warning("%s", result.note)
+        return result
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         return all_reduce_sums(values, self._job.strategy.device)
@@ -251,7 +256,7 @@ class TrainingSession:
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]
-        self._notes += self._job.train.notes
+        self._notes += [*self._job.train.notes, *parts.loss_function.notes]
         self._notes += [] if parts.halving is None else parts.halving.notes
         self._notes += [] if protection.spikes is None else protection.spikes.notes
         self.record.skipped_samples, unread = describe(skipped)

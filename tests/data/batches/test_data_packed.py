@@ -19,12 +19,13 @@ from frameworm.data.batches import chunks as chunks_module
 from frameworm.data.batches.chunks import ChunkPlan
 from frameworm.data.batches.packed import PackedTexts, batches_of, packable, packing_of, round_capacity, spare_sequences
 from frameworm.data.batches.resident import ResidentTexts, fits_device, resident_bytes
+from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.corpora.cache import TokenStore
 from frameworm.data.corpora.readers import find_corpus
 from frameworm.data.corpora.text import TextDataset, TokenBlocks
 from frameworm.data.corpora.tokenizer import load_tokenizer
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.sampling import StepSampler
 from frameworm.data.steps import StepSource
 from frameworm.errors import ConfigError, DataError, DeviceError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frameworm.engine.step.loss import LossFunction, correct_answers
+from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import LossError
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -39,9 +39,8 @@ class Scalar(Named):
 
 
 def test_integer_targets_mean_cross_entropy() -> None:
-    computed = LossFunction(LINEAR)(LINEAR, (X, Y))
+    computed, right = LossFunction(LINEAR).scored(LINEAR, (X, Y))
     assert torch.equal(computed.loss, F.cross_entropy(LINEAR(X), Y))
-    right = correct_answers(computed)
     assert right is not None
     assert int(right[0]) == int((LINEAR(X).argmax(-1) == Y).sum())
     assert right[1] == 6
@@ -56,9 +55,9 @@ def test_a_loss_of_model_and_batch_with_its_count() -> None:
     def by_tokens(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         return model(batch[0]).mean(), 17
 
-    computed = LossFunction(LINEAR, by_tokens)(LINEAR, (X, Y))
+    computed, answers = LossFunction(LINEAR, by_tokens).scored(LINEAR, (X, Y))
     assert computed.count == 17
-    assert correct_answers(computed) is None
+    assert answers is None
 
 
 def test_mapping_batches_are_given_by_name() -> None:
@@ -69,9 +68,9 @@ def test_mapping_batches_are_given_by_name() -> None:
 
 def test_a_model_that_takes_labels_returns_its_loss() -> None:
     model = WithLoss()
-    computed = LossFunction(model)(model, {"input_ids": X, "labels": Y})
+    computed, answers = LossFunction(model).scored(model, {"input_ids": X, "labels": Y})
     assert torch.equal(computed.loss, F.cross_entropy(model.layer(X), Y))
-    assert correct_answers(computed) is not None
+    assert answers is not None
     assert torch.equal(LossFunction(model)(model, (X, Y)).loss, computed.loss)
 
 

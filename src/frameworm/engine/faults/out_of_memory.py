@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import Config
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.batches.sizes import batch_size_of
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.memory.holdings import held_by, mebibytes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frameworm.data.prefetch import batch_size_of
+from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.steps import StepBatch
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.training_state import TrainingState

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from frameworm.data.prefetch import batch_size_of, move_batch
+from frameworm.data.batches.sizes import UNKNOWN
+from frameworm.data.prefetch import move_batch
+from frameworm.data.steps import SizedBatch, sized
 from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.precision import Precision
-from frameworm.engine.step.loss import LossFunction, correct_answers
+from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import DataError
 from frameworm.launch.process_group import all_reduce_sums, broadcast_object
 from frameworm.parallel.strategy import Strategy
@@ -25,6 +27,7 @@ class Evaluation(NamedTuple):
     loss: float
     accuracy: float | None
     samples: int
+    note: str | None = None
 
 
 @torch.no_grad()
@@ -38,20 +41,25 @@ def evaluate(
     """
     strategy.sync_buffers(model)
     modes = start_evaluation([model, *strategy.beside.modules.values()])
-    # loss x count, count, right answers, answers, samples
-    sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
+    # loss x count, count, right answers, answers, samples; loss and number of batches; batches that tell no samples
+    sums = torch.zeros(8, dtype=torch.float64, device=strategy.device)
+    kind = ""
     try:
-        for batch, counts in _in_step(batches, strategy) if strategy.shards_parameters else _alone(batches):
+        for (batch, size), counts in _in_step(batches, strategy) if strategy.shards_parameters else _alone(batches):
             with precision.autocast:
-                computed = loss_function(model, batch)
+                computed, answers = loss_function.scored(model, batch)
             if not counts:
                 continue
-            samples = batch_size_of(batch) or 1
-            count = samples if computed.count is None else computed.count
-            sums[0] += computed.loss.double() * count
+            loss = computed.loss.double()
+            count = size or 1 if computed.count is None else computed.count
+            sums[0] += loss * count
             sums[1] += count
-            sums[4] += samples
-            answers = correct_answers(computed)
+            sums[4] += size or 1
+            sums[5] += loss
+            sums[6] += 1
+            if size is None and computed.count is None:
+                sums[7] += 1
+                kind = type(batch).__name__
             if answers is not None:
                 sums[2] += answers[0]
                 sums[3] += answers[1]
@@ -59,23 +67,26 @@ def evaluate(
         restore_modes(modes)
         strategy.after_evaluation(model)
     strategy.sum_over_ranks(sums)
-    loss_sum, count_sum, right, answered, samples_seen = sums.tolist()
+    loss_sum, count_sum, right, answered, samples_seen, alike_sum, alike, unknown = sums.tolist()
     if not samples_seen:
         raise DataError("the validation set is empty: give at least one sample, or no validation set")
-    return Evaluation(
-        loss_sum / count_sum if count_sum else float("nan"), right / answered if answered else None, int(samples_seen)
-    )
+    note = None
+    if unknown:
+        loss_sum, count_sum = alike_sum, alike
+        note = UNKNOWN.format(kind=kind or "on another rank", effect="in validation every batch weighs the same")
+    mean = loss_sum / count_sum if count_sum else float("nan")
+    return Evaluation(mean, right / answered if answered else None, int(samples_seen), note)
 
 
-def _alone(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    return ((batch, True) for batch in batches)
+def _alone(batches: Iterable[Any]) -> Iterator[tuple[SizedBatch, bool]]:
+    return ((batch, True) for batch in sized(batches))
 
 
-def _in_step(batches: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, bool]]:
+def _in_step(batches: Iterable[Any], strategy: Strategy) -> Iterator[tuple[SizedBatch, bool]]:
     """As many batches on every rank as the one with the most has; those that only fill up do not count."""
-    source, filler = iter(batches), _NOTHING
+    source, filler = sized(batches), _NOTHING
     while True:
-        batch = next(source, _NOTHING)
+        batch, size = next(source, (_NOTHING, None))
         flags = [0.0] * strategy.world_size
         flags[strategy.rank] = float(batch is not _NOTHING)
         have = all_reduce_sums(flags, strategy.device)
@@ -88,4 +99,4 @@ def _in_step(batches: Iterable[Any], strategy: Strategy) -> Iterator[tuple[Any, 
             filler = move_batch(shared, strategy.device)
         if batch is not _NOTHING:
             filler = batch
-        yield filler, batch is not _NOTHING
+        yield (filler, size), batch is not _NOTHING

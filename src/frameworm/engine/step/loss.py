@@ -7,25 +7,36 @@ no inspection. `targets` and `output` are handed on where they are known, so tha
 from __future__ import annotations
 
 import inspect
+import logging
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frameworm.data.batches.sizes import TARGET_KEYS
+from frameworm.engine.step.accuracy import IGNORED_TARGET, ClassLosses, class_dimensions, right_answers
 from frameworm.errors import LossError
 
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-IGNORED_TARGET = -100
+log = logging.getLogger("frameworm")
+_NOTHING_MORE: Mapping[str, Any] = {}
 _PAIRS = (tuple, list)  # what loaders mostly yield, told apart without asking an abstract class
 
 THREE_WAYS = """frameworm needs a loss. Three ways to give it one:
   1. Trainer(model, optimizer, loss_fn=f) with f(output, target) for batches (input, target);
   2. Trainer(model, optimizer, loss_fn=f) with f(model, batch), the first parameter named `model`;
-  3. a model that returns a scalar loss, or an object with `.loss`.
+  3. a model that returns a scalar loss, an object or mapping with `loss`, or a tuple with its loss first.
 With integer targets and class scores as output, cross-entropy is used without asking."""
+
+RETURNS = (
+    "return one number as a tensor (the mean over the batch): alone, as `loss` in a mapping or object, or first in a "
+    "tuple. A number after it is its count, what the loss is the mean over: a whole number, and as a float above 1 at "
+    'first. All else after the loss is ignored, such as (loss, outputs) or (loss, {"accuracy": value})'
+)
 
 
 @dataclass(slots=True)
@@ -39,16 +50,47 @@ class Computed:
 
 
 class LossFunction:
-    """Computes the loss of a batch in the way that fits; the way is settled at the first batch."""
+    """Computes the loss of a batch in the way that fits; the way is settled at the first batch.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
-        self._model = model  # unwrapped: its signature tells how batches are meant
+    Args:
+        model: Unwrapped: its signature tells how batches are meant.
+        loss_fn: As for `Trainer`.
+        accuracy: Whether validation counts right answers; auto: where the loss takes the target for a class.
+
+    Attributes:
+        notes: What the summary has to say about the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        accuracy: bool | Literal["auto"] = "auto",
+    ) -> None:
+        self._model = model
         self._loss_fn = loss_fn
         self._takes_model = loss_fn is not None and _first_parameter(loss_fn) == "model"
         self._forward_names = _parameter_names(model.forward)
+        self._required, self._most = _positional_parameters(model.forward)
         self._takes_any_keyword = _takes_any_keyword(model.forward)
-        self._found_to_classify = False
+        self._target_name: str | None = None
+        self._class_dimension: int | None = None
+        self._counts: bool | None = None
         self._way: Callable[[nn.Module, Any], Computed] | None = None
+        self._accuracy = accuracy
+        self._scoring: tuple[int, int] | None = None  # dimension of the classes, target that does not count
+        self._asked_for_scoring = not self.may_score
+        self.notes: list[str] = []
+        if accuracy is True and self._takes_model:
+            raise LossError(
+                "accuracy=True needs to see the model's output: write loss_fn(output, target) instead of "
+                "loss_fn(model, batch), or leave accuracy out"
+            )
+
+    @property
+    def may_score(self) -> bool:
+        """Whether there may be an accuracy; for certain it is known after the first validation batch."""
+        return self._accuracy is not False and not self._takes_model
 
     def __call__(self, model: nn.Module, batch: Any) -> Computed:
         """Loss of a batch; `model` is the module to call, which may be wrapped."""
@@ -56,10 +98,43 @@ class LossFunction:
             self._way = self._find_way(batch)
         return self._way(model, batch)
 
+    def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""
+        if self._asked_for_scoring:
+            computed = self(model, batch)
+        else:
+            self._asked_for_scoring = True
+            computed, self._scoring = self._watched(model, batch)
+        if self._scoring is None or computed.target is None:
+            return computed, None
+        return computed, right_answers(_scores(computed.output), computed.target, *self._scoring)
+
+    def _watched(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[int, int] | None]:
+        """Loss of the first validation batch, and how answers are counted from there on."""
+        target = self._split(batch)[1]
+        watch = None
+        if isinstance(target, torch.Tensor) and target.ndim == 1 and not target.is_floating_point():
+            watch = ClassLosses(target)
+            with watch:
+                computed = self(model, batch)
+        else:
+            computed = self(model, batch)
+        scores = _scores(computed.output)
+        dimensions = class_dimensions(scores, target)
+        if self._accuracy is True:
+            if not dimensions:
+                raise LossError(
+                    f"accuracy=True, but {_describe(computed.output)} for a target {_describe(target)} is no set of "
+                    "class scores: it takes integer targets and a score for each of two classes or more"
+                )
+            return computed, (self._class_dimension or dimensions[0], IGNORED_TARGET)
+        ignored = None if watch is None or not dimensions else watch.ignored_target(scores)
+        return computed, None if ignored is None else (dimensions[0], ignored)
+
     def _find_way(self, batch: Any) -> Callable[[nn.Module, Any], Computed]:
         if self._takes_model:
             return self._by_user_whole
-        target = self._split(batch)[1]
+        inputs, target = self._split(batch)
         if self._loss_fn is not None:
             if target is None:
                 raise LossError(
@@ -67,59 +142,73 @@ class LossFunction:
                     f"(input, target), a mapping with one of {', '.join(TARGET_KEYS)}, or write loss_fn(model, batch)"
                 )
             return self._by_user_pair
-        if self._model_takes_target(batch):
-            return self._by_model
-        if target is None:
+        self._target_name = self._find_target_name(batch, inputs)
+        if target is None or (self._target_name is None and self._needs_all_of(batch, inputs)):
             return self._by_model
         return self._by_output
 
-    def _model_takes_target(self, batch: Any) -> bool:
-        """Whether the model wants the target itself, and so is expected to return its own loss."""
+    def _find_target_name(self, batch: Any, inputs: Any) -> str | None:
+        """The parameter of the model that wants the target; such a model is expected to return its own loss."""
         if isinstance(batch, Mapping):
             key = _target_key(batch)
-            return key is not None and key in self._forward_names
-        if _is_sequence(batch):
-            return len(batch) > 1 and _required_parameters(self._model.forward) >= len(batch)
-        return False
+            return key if key in self._forward_names or self._takes_any_keyword else None
+        taken = len(self._arguments(inputs))
+        return next((name for name in TARGET_KEYS if name in _names_after(self._model.forward, taken)), None)
+
+    def _needs_all_of(self, batch: Any, inputs: Any) -> bool:
+        """Whether the model cannot do without an item of the batch, its last one too."""
+        needed = self._required
+        return _is_sequence(batch) and needed >= len(batch) > 1 and len(self._arguments(inputs)) < needed
 
     def _by_user_whole(self, model: nn.Module, batch: Any) -> Computed:
         assert self._loss_fn is not None
-        loss, count = _loss_and_count(self._loss_fn(model, batch), "loss_fn(model, batch)")
+        loss, count = self._loss_and_count(self._loss_fn(model, batch), "loss_fn(model, batch)")
         return Computed(loss, count, None, None)
 
     def _by_user_pair(self, model: nn.Module, batch: Any) -> Computed:
         assert self._loss_fn is not None
         inputs, target = self._split(batch)
         output = self._call(model, inputs)
-        loss, count = _loss_and_count(self._loss_fn(_scores(output), target), "loss_fn(output, target)")
+        loss, count = self._loss_and_count(self._loss_fn(_logits(output), target), "loss_fn(output, target)")
         return Computed(loss, count, output, target)
 
     def _by_model(self, model: nn.Module, batch: Any) -> Computed:
-        output = self._call(model, batch, whole=True)
-        loss = _own_loss(output)
+        spread = _is_sequence(batch) and (self._most > 1 or len(batch) == 1)
+        output = self._call(model, _Inputs(batch) if spread else batch)
+        loss = _own_loss(output, anywhere=True)
         if loss is None:
             raise LossError(f"the model returned {_describe(output)} for {_describe(batch)}.\n{THREE_WAYS}")
-        target = self._split(batch)[1]
-        return Computed(loss, None, output if _scores(output) is not output else None, target)
+        return Computed(loss, None, None if isinstance(output, torch.Tensor) else output, self._split(batch)[1])
 
     def _by_output(self, model: nn.Module, batch: Any) -> Computed:
         inputs, target = self._split(batch)
-        output = self._call(model, inputs)
+        name = self._target_name
+        output = self._call(model, inputs) if name is None else self._call(model, inputs, {name: target})
         # A tensor of several dimensions is neither a loss nor something that holds one.
         scores = output
         if not isinstance(output, torch.Tensor) or output.dim() < 2:
-            own = _own_loss(output)
+            own = _own_loss(output, anywhere=name is not None)
             if own is not None:
                 return Computed(own, None, output, target)
             scores = _scores(output)
-        if not self._found_to_classify:
-            if not _classifies(scores, target):
-                raise LossError(
-                    f"the model returned {_describe(output)} for a target {_describe(target)}.\n{THREE_WAYS}"
-                )
-            self._found_to_classify = True
-        loss, count = _cross_entropy(scores, target)
+        if self._class_dimension is None:
+            self._class_dimension = self._find_class_dimension(output, scores, target)
+        loss, count = _cross_entropy(scores, target, self._class_dimension)
         return Computed(loss, count, output, target)
+
+    def _find_class_dimension(self, output: Any, scores: Any, target: Any) -> int:
+        dimensions = class_dimensions(scores, target)
+        unclear = isinstance(output, _PAIRS) and any(_is_scalar(item) for item in output)
+        if not dimensions or unclear:
+            raise LossError(f"the model returned {_describe(output)} for a target {_describe(target)}.\n{THREE_WAYS}")
+        if len(dimensions) > 1:
+            note = (
+                f"scores of shape {tuple(scores.shape)} are read as torch's losses read them, with the classes in "
+                "dimension 1; give a loss_fn if they are in the last"
+            )
+            self.notes.append(note)
+            log.warning("%s", note)
+        return dimensions[0]
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         """The batch as (inputs, target); target None when there is none."""
@@ -131,83 +220,135 @@ class LossFunction:
                 return batch, None
             return {name: value for name, value in batch.items() if name != key}, batch[key]
         if _is_sequence(batch) and len(batch) >= 2:
-            return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+            return (batch[0] if len(batch) == 2 else _Inputs(batch[:-1])), batch[-1]
         if _is_sequence(batch) and len(batch) == 1:
             return batch[0], None
         return batch, None
 
-    def _call(self, model: nn.Module, inputs: Any, whole: bool = False) -> Any:
+    def _call(self, model: nn.Module, inputs: Any, more: Mapping[str, Any] = _NOTHING_MORE) -> Any:
         if isinstance(inputs, torch.Tensor):
-            return model(inputs)
-        if isinstance(inputs, Mapping):
-            # A model that takes one mapping gets it whole; one that names the keys gets them by name.
-            if self._takes_any_keyword or not self._forward_names.isdisjoint(inputs):
-                return model(**inputs)
-            return model(inputs)
-        if isinstance(inputs, tuple) or (whole and _is_sequence(inputs)):
-            return model(*inputs)
-        return model(inputs)
+            return model(inputs, **more)
+        # A model that takes one mapping gets it whole; one that names the keys gets them by name.
+        if isinstance(inputs, Mapping) and (self._takes_any_keyword or not self._forward_names.isdisjoint(inputs)):
+            return model(**inputs, **more)
+        return model(*self._arguments(inputs), **more)
+
+    def _arguments(self, inputs: Any) -> Sequence[Any]:
+        """What the model gets by position: inputs as they were collated.
+
+        Several inputs are given one by one, unless forward takes no more than one. A nested one is given whole, unless
+        forward cannot do with one.
+        """
+        if isinstance(inputs, _Inputs):
+            return inputs if self._most > 1 or len(inputs) == 1 else (tuple(inputs),)
+        if type(inputs) in _PAIRS and 1 < self._required <= len(inputs):
+            nested: Sequence[Any] = inputs
+            return nested
+        return (inputs,)
+
+    def _loss_and_count(self, result: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        """The loss in what a loss function returned, and its count; see `RETURNS`."""
+        count = None
+        if isinstance(result, torch.Tensor):
+            loss: Any = result
+        elif isinstance(result, _PAIRS) and result:
+            loss = result[0]
+            if len(result) > 1:
+                count = self._count(result[1], source)
+        else:
+            loss = _own_loss(result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise LossError(f"{source} returned {_describe(result)}; {RETURNS}")
+        return loss.reshape(()), count
+
+    def _count(self, value: Any, source: str) -> torch.Tensor | float | None:
+        """The count in a loss function's second value; whether that is one is settled by the first."""
+        is_number = _is_number(value)
+        first = self._counts is None
+        if first:
+            self._counts = is_number
+        if not self._counts:
+            return None
+        whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        known = not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and (first or value.is_cpu))
+        if not is_number:
+            raise LossError(f"{source} returned {_describe(value)} where it had returned a count before; {RETURNS}")
+        if known and (first or not whole):
+            number = float(value)
+            is_float = value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
+            if not math.isfinite(number) or number < 0 or number % 1 or (first and is_float and number <= 1):
+                raise LossError(f"{source} returned (loss, {number:g}), and {number:g} is no count; {RETURNS}")
+            if first:
+                self.notes.append(
+                    f"micro-batches are weighed by the count that loss_fn returns beside the loss ({number:g} at first)"
+                )
+        count: torch.Tensor | float = value
+        return count
 
 
-def _cross_entropy(scores: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+class _Inputs(tuple[Any, ...]):
+    """Items of a batch that are a model's arguments one by one."""
+
+    __slots__ = ()
+
+
+def _cross_entropy(
+    scores: torch.Tensor, target: torch.Tensor, dimension: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Mean over samples; over real positions when there is one target per position."""
     if target.ndim == 1:
         return F.cross_entropy(scores, target), None
-    if scores.shape[:-1] == target.shape:
+    if dimension != 1:
         scores = scores.flatten(0, -2)
         target = target.flatten()
     loss = F.cross_entropy(scores, target, ignore_index=IGNORED_TARGET)
     return loss, (target != IGNORED_TARGET).sum()
 
 
-def _classifies(scores: Any, target: Any) -> bool:
-    if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor):
-        return False
-    if target.is_floating_point() or target.dtype == torch.bool or scores.ndim < 2:
-        return False
-    per_position = scores.ndim == target.ndim + 1
-    return per_position and (scores.shape[:-1] == target.shape or scores.shape[:1] + scores.shape[2:] == target.shape)
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
-def _loss_and_count(result: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | float | None]:
-    count = None
-    if isinstance(result, (tuple, list)) and len(result) == 2:
-        result, count = result
-    if not isinstance(result, torch.Tensor) or (result.ndim > 0 and result.numel() != 1):
-        raise LossError(
-            f"{source} returned {_describe(result)}; return one number as a tensor (the mean over the batch), "
-            "or (loss, count)"
-        )
-    return result.reshape(()), count
+def _is_number(value: Any) -> bool:
+    """Whether a loss function's second value is a number; the predictions for a single sample are none."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bool or value.is_complex():
+            return False
+        return value.ndim == 0 or (value.numel() == 1 and value.ndim == 1 and not value.is_floating_point())
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _own_loss(output: Any) -> torch.Tensor | None:
-    """The scalar a model returned as its loss, if it did."""
+def _own_loss(output: Any, anywhere: bool = False) -> torch.Tensor | None:
+    """The loss that a model returned: a scalar, under the name `loss`, or first in a tuple.
+
+    Args:
+        anywhere: Take it from any place in the tuple if no other item is a scalar.
+    """
     loss = output
     if not isinstance(output, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, _PAIRS):
+            scalars = [item for item in output if _is_scalar(item)]
+            first = bool(scalars) and scalars[0] is output[0]
+            loss = scalars[0] if first or (anywhere and len(scalars) == 1) else None
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point() and loss.ndim <= 1:
         return loss.reshape(())
     return None
 
 
-def _scores(output: Any) -> Any:
-    """The tensor of scores inside a model's output."""
+def _logits(output: Any) -> Any:
+    """What a loss function gets of a model's output: its `logits` where it has some."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
 
 
-def correct_answers(computed: Computed) -> tuple[torch.Tensor, int] | None:
-    """How many samples were classified right, and of how many; None when this is not a classification.
-
-    The first is a tensor on the device, so that counting does not make the host wait.
-    """
-    scores = _scores(computed.output)
-    target = computed.target
-    if not _classifies(scores, target) or target is None or target.ndim != 1:
-        return None
-    return (scores.argmax(-1) == target).sum(), len(target)
+def _scores(output: Any) -> Any:
+    """The tensor of scores inside a model's output."""
+    found = _logits(output)
+    if isinstance(found, _PAIRS):
+        return next((item for item in found if isinstance(item, torch.Tensor) and item.ndim > 1), None)
+    return found
 
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:
@@ -238,11 +379,21 @@ def _takes_any_keyword(function: Callable[..., Any]) -> bool:
     return any(item.kind is item.VAR_KEYWORD for item in _signature(function))
 
 
-def _required_parameters(function: Callable[..., Any]) -> int:
-    return sum(
-        item.default is item.empty and item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
-        for item in _signature(function)
-    )
+def _positional_parameters(function: Callable[..., Any]) -> tuple[int, float]:
+    """How many arguments a function needs by position, and how many it can take."""
+    found = _signature(function)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [item for item in found if item.kind in kinds]
+    unlimited = not found or any(item.kind is item.VAR_POSITIONAL for item in found)
+    return sum(item.default is item.empty for item in places), math.inf if unlimited else len(places)
+
+
+def _names_after(function: Callable[..., Any], taken: int) -> set[str]:
+    """Parameters that can be given by name when so many arguments are given by position."""
+    found = _signature(function)
+    places = [item.name for item in found if item.kind is item.POSITIONAL_OR_KEYWORD]
+    before = sum(item.kind is item.POSITIONAL_ONLY for item in found)
+    return {*places[max(0, taken - before) :], *(item.name for item in found if item.kind is item.KEYWORD_ONLY)}
 
 
 def _describe(value: Any) -> str:

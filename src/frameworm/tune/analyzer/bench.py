@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.config.schema import Config
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.batches.sizes import batch_size_of
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepBatch, StepSource
 from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler

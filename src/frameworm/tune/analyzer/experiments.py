@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from frameworm.data.prefetch import batch_size_of, tensors_in
+from frameworm.data.batches.sizes import batch_size_of
+from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.observe.clocks.phases import Timed
 from frameworm.tune.analyzer.bench import Bench, Feed, mean_step_s
