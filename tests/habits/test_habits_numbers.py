@@ -1,7 +1,4 @@
-"""Numbers that a user reads off a run or trains by: accuracy, sample counts, losses, rates, early stops, empty runs.
-
-Tests marked xfail describe the correct behaviour and fail today; the reason says what happens instead.
-"""
+"""Numbers that a user reads off a run or trains by: accuracy, sample counts, losses, rates, early stops, empty runs."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from number_cases import (
     pairs,
     samples,
     trainer,
-    wrong_today,
 )
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -366,7 +362,6 @@ def test_nested_batches_reach_the_model_as_they_were_collated() -> None:
         pytest.param("val_accuracy", "the training set", id="no classes"),
     ],
 )
-@wrong_today("a metric that is missing counts as one that does not get better, and training stops by it")
 def test_early_stop_on_a_metric_that_does_not_exist_is_refused(metric: str, validation: str | None) -> None:
     batches = [(inputs, labels.float()) for inputs, labels in pairs()]
     steps = Steps()
@@ -389,7 +384,6 @@ def test_early_stop_on_an_unknown_metric_is_refused() -> None:
     assert is_refusal(refused)
 
 
-@wrong_today("a NaN in the first epoch becomes the best value, which nothing is ever better than")
 def test_nan_never_becomes_the_best() -> None:
     validations = 0
 
@@ -411,7 +405,6 @@ def test_nan_never_becomes_the_best() -> None:
     assert len(values) == 6, "every epoch after the first was better than the one before"
 
 
-@wrong_today("the reason is `completed`, as for a run that had all its epochs")
 def test_the_summary_tells_of_an_early_stop(tmp_path: Path) -> None:
     stalled = trainer(
         linear(),
@@ -430,7 +423,6 @@ def test_the_summary_tells_of_an_early_stop(tmp_path: Path) -> None:
 # Bad steps, rates and schedulers
 
 
-@wrong_today("the loss of the step that was left out is part of the epoch's mean")
 def test_a_step_that_was_left_out_does_not_count_in_the_epochs_loss() -> None:
     batches = [(inputs.clone(), labels) for inputs, labels in pairs()]
     batches[1][0][2] = math.inf
@@ -454,7 +446,6 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-@wrong_today("the rate is read after the scheduler has set the next step's")
 def test_the_recorded_rate_is_the_one_the_step_was_taken_with() -> None:
     steps = Steps()
     stepped_by(halving, callbacks=[steps])[0].train(pairs())
@@ -473,7 +464,6 @@ class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         super().step(metrics)
 
 
-@wrong_today("it is told the validation loss, and takes every gain for a loss")
 def test_a_scheduler_that_waits_for_a_maximum_is_told_the_accuracy_or_refused() -> None:
     made, plateau = stepped_by(Plateau)
     result = outcome(lambda: made.train(pairs(), pairs(), epochs=3))
@@ -489,7 +479,6 @@ def test_a_scheduler_that_waits_for_a_maximum_is_told_the_accuracy_or_refused() 
         pytest.param(torch.optim.lr_scheduler.ReduceLROnPlateau, "epoch", id="each epoch"),
     ],
 )
-@wrong_today("nothing is said")
 def test_it_is_said_before_the_first_step_how_often_a_scheduler_is_stepped(make: Any, word: str) -> None:
     with logged() as log:
         stepped_by(make, callbacks=[FirstStep(log)])[0].train(pairs(), pairs())
@@ -507,7 +496,6 @@ def interval_settings() -> list[str]:
     return found
 
 
-@wrong_today("torch's schedulers are stepped once per step, whatever they were written for")
 def test_a_scheduler_can_be_stepped_once_per_epoch() -> None:
     names = interval_settings()
     assert names, "no setting chooses between `step` and `epoch`"
@@ -523,15 +511,12 @@ def too_few() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*samples(6)), 8, drop_last=True)
 
 
-NO_STEPS = "the run is completed, with no step and no word about it"
-
-
 @pytest.mark.parametrize(
     ("loader", "word"),
     [
-        pytest.param(lambda: [], "", id="empty list", marks=wrong_today(NO_STEPS)),
-        pytest.param(lambda: lambda: iter(()), "", id="function without batches", marks=wrong_today(NO_STEPS)),
-        pytest.param(too_few, "drop_last", id="drop_last", marks=wrong_today(NO_STEPS)),
+        pytest.param(lambda: [], "", id="empty list"),
+        pytest.param(lambda: lambda: iter(()), "", id="function without batches"),
+        pytest.param(too_few, "drop_last", id="drop_last"),
         pytest.param(
             lambda: OptimizedDataLoader.create(TensorDataset(*samples(6)), 8, drop_last=True),
             "drop_last",

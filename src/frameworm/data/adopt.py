@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import CudaDataLoader, batch_size_of
+from frameworm.data.prefetch import CudaDataLoader
 from frameworm.errors import ConfigError, DataError
 
 SEED_LIMIT = 2**63

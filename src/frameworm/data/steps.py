@@ -86,6 +86,8 @@ class StepSource:
             assert max_over_ranks is not None
             most = max_over_ranks(math.inf if self.steps_per_epoch is None else float(self.steps_per_epoch))
             self.steps_per_epoch = None if math.isinf(most) else int(most)
+        if self.steps_per_epoch == 0:
+            raise DataError(self.why_empty(0))
         self.steps_in_epoch = self.steps_per_epoch
         """Steps in the running epoch, which are others if it was begun with another batch; None when nobody knows."""
         self._first_step = 0
@@ -116,6 +118,17 @@ class StepSource:
             self._world_size,
             None if planned is None else planned.global_batch,
         )
+
+    def why_empty(self, epoch: int) -> str:
+        """Why an epoch (numbered from 0) has no step, as far as the loader tells."""
+        loader = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
+        text = f"nothing to train on in epoch {epoch + 1}: the training loader ({type(loader).__name__}) gave no batch"
+        if getattr(loader, "drop_last", False):
+            size = getattr(loader, "batch_size", None)
+            return f"{text}; drop_last=True leaves out a batch of fewer than {size} samples, so set it to False"
+        if epoch:
+            return f"{text}, though it did before; give one that can be read in every epoch, such as a list"
+        return text
 
     @property
     def copies(self) -> CudaDataLoader | None:

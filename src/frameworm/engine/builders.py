@@ -31,13 +31,16 @@ from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler
 from frameworm.engine.model.precision import wants_channels_last
 from frameworm.engine.optim.half_weights import HalfWeights
+from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.optim.update import Update
 from frameworm.engine.run_output import RunOutput
 from frameworm.engine.step.capture import CapturedStep, make_recorder
+from frameworm.engine.step.evaluation import NO_ACCURACY
 from frameworm.engine.step.graphs import GraphRecorder
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.step import TrainStep
 from frameworm.engine.summary import Tally, count_parameters, describe_device
+from frameworm.errors import ConfigError
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import all_reduce_sums, is_distributed, setup_ddp, shared_store
 from frameworm.launch.reports import RankReports
@@ -101,6 +104,7 @@ class StepParts:
     gradients: GradientWatch
     halving: Halving | None
     halving_note: str | None
+    watched: dict[str, str]
 
 
 def build_step(job: Job, prepared: PreparedModel) -> StepParts:
@@ -138,7 +142,25 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed, held, job.train.workers
     )
     halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
-    return StepParts(step, update, loss_function, state, clock, windows, ranks, gradients, halving, note)
+    watched = find_watched(job, schedule, loss_function)
+    return StepParts(step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched)
+
+
+def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -> dict[str, str]:
+    """Settings that need a metric of the validation, and which.
+
+    Raises:
+        ConfigError: There is going to be no such metric.
+    """
+    early_stop = job.config.training.early_stop
+    metrics = {"early_stop": None if early_stop is None else early_stop.metric, "the scheduler": schedule.metric}
+    watched = {setting: metric for setting, metric in metrics.items() if metric is not None and metric != "train_loss"}
+    for setting, metric in watched.items():
+        if job.validation is None:
+            raise ConfigError(f"{setting} watches {metric}, and there is no validation set")
+        if metric == "val_accuracy" and not loss_function.may_score:
+            raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
+    return watched
 
 
 @dataclass

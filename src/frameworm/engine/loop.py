@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter, time
 
 import torch
@@ -20,8 +20,10 @@ from frameworm.engine.faults.spikes import SpikeWatch
 from frameworm.engine.gate import Gate
 from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.step.capture import CapturedStep
-from frameworm.engine.step.evaluation import Evaluation
+from frameworm.engine.step.evaluation import NO_ACCURACY, Evaluation
+from frameworm.engine.step.loss import RETURNS
 from frameworm.engine.step.step import TrainStep
+from frameworm.errors import ConfigError, DataError, LossError
 from frameworm.launch.stopping import StopAgreement
 from frameworm.observe.clocks.phases import CHECKPOINT, DATA_WAIT, OTHER, VALIDATION, StepClock, Timed
 from frameworm.observe.clocks.ranks import RankWatch
@@ -38,6 +40,7 @@ class Limits:
     save_every: int | None = None
     early_stop: EarlyStopConfig | None = None
     keep_best: CheckpointConfig | None = None
+    watched: Mapping[str, str] = field(default_factory=dict)  # settings, and the validation metrics that they need
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class TrainingLoop:
             self._drain()
             if reason is not None:
                 return reason
+            if not progress.step_in_epoch and not self._out_of_steps():
+                raise DataError(self._source.why_empty(progress.epoch))
             cut = self._out_of_steps() and progress.step_in_epoch != self._source.steps_in_epoch
             if cut:
                 self._state.cut_epoch()
@@ -159,7 +164,6 @@ class TrainingLoop:
         gate, timed, turns = before.gate, before.timed_saves, before.save_turns
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
-        group = update.optimizer.param_groups[0]
         length, copies = self._source.steps_in_epoch, self._source.copies
         if copies is not None:
             copies.copied_s = 0.0
@@ -214,7 +218,7 @@ class TrainingLoop:
             host_count, device_count = (None, count) if isinstance(count, torch.Tensor) else (count, None)
             # Numbers only: a batch kept until its step is read would hold device memory for many steps.
             sizes = (batch.local_samples, batch.tokens, batch.padded_tokens)
-            payload = (number, progress.epoch + 1, group["lr"], sizes, host_count)
+            payload = (number, progress.epoch + 1, update.lr, sizes, host_count)
             finished = end_step(payload, (result.loss, update.grad_norm, update.skipped, device_count))
             if finished:
                 self._deliver(finished)
@@ -241,6 +245,9 @@ class TrainingLoop:
             result = self._validate()
             self.progress.validated = True
             self.progress.val_loss, self.progress.val_accuracy = result.loss, result.accuracy
+            for setting, metric in self._limits.watched.items():
+                if getattr(self.progress, metric) is None:
+                    raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
 
     def _drain(self) -> None:
         """Wait for everything that was measured, and hand it out."""
@@ -270,8 +277,10 @@ class TrainingLoop:
             loss, grad_norm, skipped, device_count = timed.values
             if count is None:
                 count = device_count
+                if count is not None and count % 1:
+                    raise LossError(f"loss_fn returned {count:g} as the count of step {number}; {RETURNS}")
             phases = timed.phases
-            if loss is not None and count:
+            if loss is not None and count and not skipped:
                 progress.loss_sum += loss * count
                 progress.count_sum += count
             progress.epoch_s += timed.training_s
@@ -316,9 +325,10 @@ class TrainingLoop:
             samples_per_s=progress.epoch_samples / progress.epoch_s if progress.epoch_s else None,
         )
         progress.end_epoch(record)
-        metric = record.train_loss if record.val_loss is None else record.val_loss
+        schedule = self._step.update.schedule
+        usual = record.train_loss if record.val_loss is None else record.val_loss
         if not cut:  # an epoch that a later run may finish has not told yet how good it is
-            self._step.update.schedule.after_epoch(metric)
+            schedule.after_epoch(usual if schedule.metric is None else getattr(record, schedule.metric))
             progress.finished = progress.should_stop_early(self._limits.early_stop, record)
         self._events.on_epoch(record)
         progress.finished = progress.finished or self._out_of_steps()

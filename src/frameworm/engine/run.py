@@ -86,6 +86,8 @@ def train_workload(
     training = config.training
 
     def make_schedule(total_steps: int | None) -> AnySchedule:
+        if training.schedule_every == "epoch":
+            raise ConfigError("training.schedule_every: training.schedule sets the rate of every step; leave it out")
         return Schedule(optimizer, training.schedule, total_steps, training.warmup)
 
     loader = build_loader(config, workload, workload.train_data, evaluation=False)

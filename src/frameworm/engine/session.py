@@ -20,7 +20,14 @@ from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
-from frameworm.engine.summary import fill_record, flatten_notes, judge_run, stop_error, summarise_rank
+from frameworm.engine.summary import (
+    describe_early_stop,
+    fill_record,
+    flatten_notes,
+    judge_run,
+    stop_error,
+    summarise_rank,
+)
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
 from frameworm.records.atomic import not_world_writable
@@ -54,8 +61,11 @@ class TrainingSession:
         self._state, self._store = self._parts.state, self._output.store
         self._saved_step: int | None = None
         self._loop = self._make_loop()
+        scheduled = self._parts.update.schedule.note
         notes = (self._parts.update.note, self._model.capture_note, job.strategy.note, self._parts.halving_note)
-        self._notes = [*job.notes, mode_note, *notes]
+        self._notes = [*job.notes, mode_note, scheduled, *notes]
+        if scheduled is not None and self._rank == 0:
+            log.info("%s", scheduled)
         self.record = begin_record(job, self._output.path)
 
     def _make_loop(self) -> TrainingLoop:
@@ -73,6 +83,7 @@ class TrainingSession:
                 checkpoint.every_steps if saves else None,
                 training.early_stop,
                 checkpoint if checkpoint.keep_best and saves else None,
+                parts.watched,
             ),
             BeforeStep(
                 protection.agreement,
@@ -127,6 +138,9 @@ class TrainingSession:
                 with on_stream(None if recorder is None else recorder.stream):
                     self.record.stop_reason = reason = self._loop.run()
                     status = "preempted" if reason == "memory" else reason
+                    if self._state.progress.stopped_early and reason == "completed":
+                        self.record.stop_reason = "early_stop"
+                        self._notes.append(describe_early_stop(self._state.progress, self._job.config.training))
                     self._save(last=True)
                     if self._job.strategy.keeps_own_copy:
                         self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all

@@ -19,7 +19,7 @@ from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
-from frameworm.errors import StateError
+from frameworm.errors import ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
@@ -33,9 +33,11 @@ class Trainer:
         model: Any module. Layers that are in evaluation mode stay in it.
         optimizer: An optimizer over its parameters, and over those of `loss_fn` if that learns.
         loss_fn: `loss_fn(output, target)` for `(input, target)` batches, or `loss_fn(model, batch)` if its first
-            parameter is named `model`; it may return `(loss, count)`. Not needed for a model that returns its loss, or
-            for class scores with integer targets (cross-entropy).
-        scheduler: A torch scheduler, stepped once per step, or a schedule of `frameworm.engine.optim.schedule`.
+            parameter is named `model`. It returns the mean loss, or `(loss, count)` with the whole number that it is
+            the mean over; anything else after the loss is ignored. Not needed for a model that returns its loss, or for
+            class scores with integer targets (cross-entropy).
+        scheduler: A torch scheduler, stepped once per step (`schedule_every="epoch"`: once per epoch), a function that
+            makes one from the number of steps, or a schedule of `frameworm.engine.optim.schedule`.
         config: Settings as a whole; keywords below win over it.
         callbacks: Listeners (`frameworm.Callback`, or objects with some of its methods) that are told of every step,
             epoch, checkpoint and the end.
@@ -152,16 +154,15 @@ class Trainer:
             return run_job(build_job(as_python_run(self._config, self.model), given))
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
-        scheduler = self._scheduler
-        if scheduler is None:
-            return NoSchedule()
-        if hasattr(scheduler, "before_step"):
-            schedule: AnySchedule = scheduler
-            return schedule
-        if callable(scheduler) and not hasattr(scheduler, "step"):
-            made: AnySchedule = scheduler(total_steps)
-            return made
-        return TorchSchedule(scheduler)
+        scheduler, every = self._scheduler, self._config.training.schedule_every
+        if callable(scheduler) and not hasattr(scheduler, "step") and not hasattr(scheduler, "before_step"):
+            scheduler = scheduler(total_steps)
+        if scheduler is not None and not hasattr(scheduler, "before_step"):
+            return TorchSchedule(scheduler, every)
+        if every != "auto":
+            raise ConfigError(f"schedule_every={every!r} is for a torch scheduler, and none is given")
+        schedule: AnySchedule = NoSchedule() if scheduler is None else scheduler
+        return schedule
 
     def _device_kind(self) -> str:
         kind = self._config.gpu.device

@@ -202,7 +202,7 @@ class RunRecord:
     captured_steps: int | None = None  # steps replayed as CUDA graphs
     ranks: list[RankSummary] = field(default_factory=list)
     system: SystemSummary | None = None
-    stop_reason: str | None = None  # completed, interrupted, preempted, or memory: beyond memory.max_memory_percent
+    stop_reason: str | None = None  # completed, early_stop, interrupted, preempted, or memory (max_memory_percent)
     unseen: list[str] = field(default_factory=list)  # phases that could not be seen in this run
     other_time: OtherTime | None = None  # of an attached run
     workload: str | None = None  # as in the config; of the Python API: the script and the class of the model

@@ -31,6 +31,7 @@ class Progress:
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
+    stopped_early: bool = False
     # Where `max_steps` ended the last epoch before its end: a run that gets more steps goes on there.
     cut: dict[str, Any] | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Progress:
     def go_on(self, epochs: int, max_steps: int | None, rule: EarlyStopConfig | None) -> None:
         """Let a finished run train on if the limits now allow it: in the epoch that was cut, or the next one."""
         # Not as it was counted then: the rule may be another now.
-        self.best, self.epochs_without_gain = None, 0
+        self.best, self.epochs_without_gain, self.stopped_early = None, 0, False
         stalled = [self.should_stop_early(rule, record) for record in self.epochs[: -1 if self.cut else None]][-1:]
         epoch = self.epoch if self.cut is None else self.cut["epoch"]
         if not self.finished or epoch >= epochs or self.out_of_steps(max_steps) or any(stalled):
@@ -78,18 +79,22 @@ class Progress:
         return max_steps is not None and self.step >= max_steps
 
     def should_stop_early(self, rule: EarlyStopConfig | None, record: EpochRecord) -> bool:
-        """Note the epoch's metric, and say whether it has stalled for too long. A missing or NaN metric is no gain."""
+        """Note the epoch's metric, and say whether it has stalled for too long. One that is not finite is no gain."""
         if rule is None:
             return False
         value: float | None = getattr(record, rule.metric)
         sign = -1.0 if rule.metric == "val_accuracy" else 1.0
-        better = value is not None and (self.best is None or sign * value < sign * self.best - rule.min_delta)
+        if value is None or not math.isfinite(value):
+            better = False
+        else:
+            better = self.best is None or sign * value < sign * self.best - rule.min_delta
         if better:
             self.best = value
             self.epochs_without_gain = 0
         else:
             self.epochs_without_gain += 1
-        return self.epochs_without_gain >= rule.patience
+        self.stopped_early = self.epochs_without_gain >= rule.patience
+        return self.stopped_early
 
 
 def among_best(epochs: Sequence[EpochRecord], metric: str, count: int) -> bool:

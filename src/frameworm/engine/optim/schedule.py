@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,9 @@ SHAPES: dict[str, Callable[[int, int, float], float]] = {
 class Schedule:
     """Sets the rate of every parameter group for each step. It has no state beyond the step number."""
 
+    metric: str | None = None
+    note: str | None = None
+
     def __init__(self, optimizer: torch.optim.Optimizer, kind: str, total_steps: int | None, warmup: float) -> None:
         if total_steps is None and (kind != "constant" or warmup):
             raise ConfigError(
@@ -99,24 +103,63 @@ class Schedule:
 
 
 class TorchSchedule:
-    """A scheduler of torch's, stepped after every attempted step (`ReduceLROnPlateau`: after every epoch)."""
+    """A scheduler of torch's, or one written like them.
 
-    def __init__(self, scheduler: Any) -> None:
+    Args:
+        scheduler: Has `step()`, or `step(metric)` as `ReduceLROnPlateau`.
+        every: Whether it is stepped after every attempted `step` or every `epoch`; auto: every step, or every epoch if
+            it takes a metric.
+
+    Attributes:
+        metric: The metric it must be told; None: the validation loss, or the training loss where there is none.
+        note: How often it is stepped, in words.
+
+    Raises:
+        ConfigError: It cannot be stepped so.
+    """
+
+    def __init__(self, scheduler: Any, every: str = "auto") -> None:
+        name = type(scheduler).__name__
+        argument = _needed_argument(scheduler.step)
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._scheduler = scheduler
-        self._by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._by_metric = plateau or (argument is not None and argument.startswith("metric"))
+        if argument is not None and not self._by_metric:
+            raise ConfigError(
+                f"{name}.step() asks for {argument}, which nobody gives it; a scheduler is stepped by step(), or by "
+                "step(metric) once per epoch"
+            )
+        if self._by_metric and every == "step":
+            raise ConfigError(
+                f"training.schedule_every: {name} takes a metric, which is known once per epoch: set epoch"
+            )
+        self._per_epoch = self._by_metric or every == "epoch"
+        wants_maximum = self._by_metric and getattr(scheduler, "mode", "min") == "max"
+        self.metric: str | None = "val_accuracy" if wants_maximum else None
+        how = "once per step; schedule_every: epoch steps it once per epoch"
+        if self.metric is not None:
+            how = "once per epoch, with the validation accuracy"
+        elif self._by_metric:
+            how = "once per epoch, with the validation loss, or the training loss if there is no validation set"
+        elif self._per_epoch:
+            how = "once per epoch"
+        self.note: str | None = f"the scheduler {name} is stepped {how}"
 
     def before_step(self, step: int) -> None:
         """Nothing: torch's schedulers set the rate when stepped."""
 
     def after_step(self) -> None:
         """One attempted step has passed."""
-        if not self._by_metric:
+        if not self._per_epoch:
             self._scheduler.step()
 
     def after_epoch(self, metric: float | None) -> None:
-        """An epoch has passed; only schedulers that watch a metric care."""
-        if self._by_metric and metric is not None:
-            self._scheduler.step(metric)
+        """An epoch has passed."""
+        if self._by_metric:
+            if metric is not None:
+                self._scheduler.step(metric)
+        elif self._per_epoch:
+            self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state."""
@@ -129,6 +172,9 @@ class TorchSchedule:
 
 class NoSchedule:
     """The rates stay as the optimizer has them."""
+
+    metric: str | None = None
+    note: str | None = None
 
     def before_step(self, step: int) -> None:
         """Nothing."""
@@ -145,6 +191,16 @@ class NoSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing."""
+
+
+def _needed_argument(step: Any) -> str | None:
+    """The first argument that a scheduler's `step` cannot do without."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return next((item.name for item in parameters if item.default is item.empty and item.kind in kinds), None)
 
 
 AnySchedule = Schedule | TorchSchedule | NoSchedule

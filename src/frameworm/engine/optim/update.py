@@ -49,6 +49,7 @@ class Update:
         check: Leave out steps with bad gradients also where nothing is clipped.
 
     Attributes:
+        lr: The first group's learning rate in the last step.
         parameters: Those that the optimizer holds; frozen ones have no gradient.
         look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
         finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
@@ -85,6 +86,7 @@ class Update:
         # torch's own way of clearing records a profiler range at every call, which costs more than the clearing.
         own = getattr(optimizer.zero_grad, "__func__", None)
         self._clears_itself = own is not torch.optim.Optimizer.zero_grad
+        self.lr: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
         self.skipped: torch.Tensor | None = None
         self.one_pass: FusedUpdate | None = None
@@ -137,6 +139,12 @@ class Update:
                 f"steps with non-finite gradients are not left out: {name} does not accept found_inf (use fused=True)"
             )
         return None
+
+    def end_step(self) -> None:
+        """Keep the step's learning rate, then let the schedule set the next one."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        self.schedule.after_step()
 
     def apply(self, factor: torch.Tensor | None) -> None:
         """Update the parameters with the gradients at hand; all of it happens on the device.

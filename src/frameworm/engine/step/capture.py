@@ -155,7 +155,7 @@ class CapturedStep:
             self._refuse(in_words(error))
             return self.eager.run(step, batch)
         update.one_pass = None
-        update.schedule.after_step()
+        update.end_step()
         if waits:
             self._refuse(f"the host waits for the device inside the step ({waits[0]})")
         return result
@@ -211,7 +211,7 @@ class CapturedStep:
             update.halves.follow()
         shape.inputs.fill(batch)
         graph.replay()
-        update.schedule.after_step()
+        update.end_step()
         figures = shape.figures.keep(graph.output)  # the next replay overwrites the original
         slots = shape.slots
         update.grad_norm = figures[slots["grad_norm"]] if "grad_norm" in slots else None

@@ -18,6 +18,10 @@ from frameworm.errors import DataError
 from frameworm.launch.process_group import all_reduce_sums, broadcast_object
 from frameworm.parallel.strategy import Strategy
 
+NO_ACCURACY = (
+    "this run has no accuracy: its loss does not take integer targets, one per sample, for classes of the model's "
+    "output (accuracy=True counts right answers all the same, where there are class scores)"
+)
 _NOTHING: Any = object()
 
 

@@ -75,14 +75,13 @@ class TrainStep:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
         if self.update.follow():
             self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
-        schedule = self.update.schedule
-        schedule.before_step(step)
+        self.update.schedule.before_step(step)
         if self.update.halves is not None:
             self.update.halves.follow()
         result = self.compute(batch)
         if self._after_step is not None and self._after_step(self.model, step + 1):
             self._mark(COMMUNICATION_EXPOSED)
-        schedule.after_step()
+        self.update.end_step()
         return result
 
     def compute(self, batch: StepBatch) -> StepResult:
