@@ -2,5 +2,6 @@
 
 In: what a training measures (`schema.StepRecord`, `EpochRecord`, `RunRecord`). Out: the same as files (`writer`,
 `store`) and, read back, as statistics (`statistics`, `account`). `events` delivers records to listeners, `atomic`
-writes files that are either whole or absent. Nothing here imports torch.
+writes files that are either whole or absent, `reading` reads stored files within bounds, and `printable` makes their
+words harmless on a terminal. Nothing here imports torch.
 """
