@@ -20,14 +20,7 @@ from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
-from frameworm.engine.summary import (
-    describe_early_stop,
-    fill_record,
-    flatten_notes,
-    judge_run,
-    stop_error,
-    summarise_rank,
-)
+from frameworm.engine.summary import fill_record, flatten_notes, judge_run, stop_error, summarise_rank
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
 from frameworm.records.atomic import not_world_writable
@@ -138,9 +131,10 @@ class TrainingSession:
                 with on_stream(None if recorder is None else recorder.stream):
                     self.record.stop_reason = reason = self._loop.run()
                     status = "preempted" if reason == "memory" else reason
-                    if self._state.progress.stopped_early and reason == "completed":
+                    early = self._state.progress.why_early(self._job.config.training)
+                    if early is not None and reason == "completed":
                         self.record.stop_reason = "early_stop"
-                        self._notes.append(describe_early_stop(self._state.progress, self._job.config.training))
+                        self._notes.append(early)
                     self._save(last=True)
                     if self._job.strategy.keeps_own_copy:
                         self._job.strategy.sync_buffers(self._job.model)  # what was trained is the mean of all

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frameworm.config.schema import Config, TrainingConfig
+from frameworm.config.schema import Config
 from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
@@ -198,14 +198,6 @@ def stop_error(record: RunRecord) -> TrainingInterruptedError | TrainingPreempte
         return MemoryLimitError(f"{reasons[-1] if reasons else 'beyond memory.max_memory_percent'}; {where}", record)
     kind = TrainingInterruptedError if record.status == "interrupted" else TrainingPreemptedError
     return kind(f"{record.status}: {where}", record)
-
-
-def describe_early_stop(progress: Progress, training: TrainingConfig) -> str:
-    """Why a run ended before its last epoch."""
-    rule = training.early_stop
-    figure = "a metric" if rule is None else rule.metric
-    best = "" if progress.best is None else f", the best was {progress.best:.6g}"
-    return f"stopped early after epoch {progress.epoch}: {figure} did not get better any more{best} (early_stop)"
 
 
 def flatten_notes(*groups: Any) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.config.schema import EarlyStopConfig
+from frameworm.config.schema import EarlyStopConfig, TrainingConfig
 from frameworm.records.schema import EpochRecord
 
 
@@ -31,7 +31,6 @@ class Progress:
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
-    stopped_early: bool = False
     # Where `max_steps` ended the last epoch before its end: a run that gets more steps goes on there.
     cut: dict[str, Any] | None = None
     epochs: list[EpochRecord] = field(default_factory=list)
@@ -62,7 +61,7 @@ class Progress:
     def go_on(self, epochs: int, max_steps: int | None, rule: EarlyStopConfig | None) -> None:
         """Let a finished run train on if the limits now allow it: in the epoch that was cut, or the next one."""
         # Not as it was counted then: the rule may be another now.
-        self.best, self.epochs_without_gain, self.stopped_early = None, 0, False
+        self.best, self.epochs_without_gain = None, 0
         stalled = [self.should_stop_early(rule, record) for record in self.epochs[: -1 if self.cut else None]][-1:]
         epoch = self.epoch if self.cut is None else self.cut["epoch"]
         if not self.finished or epoch >= epochs or self.out_of_steps(max_steps) or any(stalled):
@@ -93,8 +92,15 @@ class Progress:
             self.epochs_without_gain = 0
         else:
             self.epochs_without_gain += 1
-        self.stopped_early = self.epochs_without_gain >= rule.patience
-        return self.stopped_early
+        return self.epochs_without_gain >= rule.patience
+
+    def why_early(self, training: TrainingConfig) -> str | None:
+        """Why a finished run had fewer epochs than it was given, if a metric had stalled."""
+        rule = training.early_stop
+        if rule is None or self.epochs_without_gain < rule.patience or self.epoch >= training.epochs:
+            return None
+        best = "" if self.best is None else f"; its best was {self.best:.6g}"
+        return f"stopped early after epoch {self.epoch}: {rule.metric} did not get better any more{best}"
 
 
 def among_best(epochs: Sequence[EpochRecord], metric: str, count: int) -> bool:
