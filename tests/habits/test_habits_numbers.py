@@ -197,6 +197,39 @@ def test_ranks_weigh_dataclass_batches_by_their_samples(run_ranks: Callable[...,
         assert torch.allclose(found, expected, atol=1e-6)
 
 
+def by_either(model: nn.Module, batch: Any) -> torch.Tensor:
+    return by_seed(model, batch) if isinstance(batch, int) else by_pair(model, batch)
+
+
+def _one_rank_cannot_tell(rank: int, world_size: int) -> torch.Tensor:
+    model = linear()
+    trainer(model, loss_fn=by_either).train([pairs()[0], 7])
+    return model.weight.detach()
+
+
+@pytest.mark.slow
+def test_ranks_weigh_the_same_where_one_cannot_tell_its_samples(run_ranks: Callable[..., Any]) -> None:
+    expected = one_update(by_either, [pairs()[0], 7], (1, 1))
+    for found in run_ranks(_one_rank_cannot_tell, 2, timeout_s=200):
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def _scored_on_ranks(rank: int, world_size: int) -> list[float | None]:
+    found = []
+    for strategy in ("ddp", "zero3"):
+        with_classes = trainer(linear(), lr=FROZEN, strategy=strategy).train(pairs(), pairs())
+        regression = trainer(linear(), lr=FROZEN, strategy=strategy, loss_fn=contrast).train(pairs(), pairs())
+        found += [with_classes.accuracy, regression.accuracy]
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_accuracy(run_ranks: Callable[..., Any]) -> None:
+    right = trainer(linear(), lr=FROZEN).train(pairs(), pairs()).accuracy
+    for found in run_ranks(_scored_on_ranks, 2, timeout_s=300):
+        assert found == [pytest.approx(right), None, pytest.approx(right), None]
+
+
 def graphs(nodes: tuple[int, ...], seed: int) -> Any:
     """A nested batch ((nodes, edges, owner), labels) of graphs with so many nodes each."""
     generator = torch.Generator().manual_seed(seed)
@@ -504,6 +537,45 @@ def test_a_scheduler_can_be_stepped_once_per_epoch() -> None:
     assert scheduler.last_epoch == 2
 
 
+@pytest.mark.parametrize(
+    ("validation", "settings"),
+    [
+        pytest.param(None, {}, id="no validation set"),
+        pytest.param("the training set", {"accuracy": False}, id="no accuracy wanted"),
+        pytest.param("the training set", {"loss_fn": lambda model, batch: by_pair(model, batch)}, id="output unseen"),
+        pytest.param("the training set", {"schedule_every": "step"}, id="every step"),
+    ],
+)
+def test_a_scheduler_whose_metric_will_not_exist_is_refused_before_the_first_step(
+    validation: str | None, settings: dict[str, Any]
+) -> None:
+    steps = Steps()
+    made, plateau = stepped_by(Plateau, callbacks=[steps], **settings)
+    assert is_refusal(outcome(lambda: made.train(pairs(), None if validation is None else pairs())))
+    assert not steps.records
+    assert not plateau.told
+
+
+def test_a_scheduler_may_be_made_from_the_number_of_steps() -> None:
+    model, steps = linear(), Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def make(total: int) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total)
+
+    trainer(model, optimizer=optimizer, scheduler=make, callbacks=[steps]).train(pairs(), epochs=2)
+    assert [step.lr for step in steps.records] == pytest.approx([1 - step / 6 for step in range(6)])
+
+
+def test_a_scheduler_that_asks_for_something_else_is_refused() -> None:
+    class ByEpoch:
+        def step(self, epoch: int, metric: float | None = None) -> None: ...
+
+    result = outcome(lambda: trainer(linear(), scheduler=ByEpoch()).train(pairs()))
+    assert is_refusal(result)
+    assert "epoch" in str(result)
+
+
 # Runs without a step
 
 
@@ -528,6 +600,13 @@ def test_a_loader_without_a_step_fails_with_the_reason(loader: Callable[[], Any]
     result = outcome(lambda: trainer(linear()).train(loader()))
     assert is_refusal(result)
     assert word in str(result)
+
+
+def test_an_epoch_without_a_step_fails_too() -> None:
+    once = iter(pairs())
+    result = outcome(lambda: trainer(linear()).train(lambda: once, epochs=2))
+    assert is_refusal(result)
+    assert "epoch 2" in str(result)
 
 
 def test_no_epochs_are_refused() -> None:

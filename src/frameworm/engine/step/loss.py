@@ -279,9 +279,11 @@ class LossFunction:
             if not math.isfinite(number) or number < 0 or number % 1 or (first and is_float and number <= 1):
                 raise LossError(f"{source} returned (loss, {number:g}), and {number:g} is no count; {RETURNS}")
             if first:
-                self.notes.append(
-                    f"micro-batches are weighed by the count that loss_fn returns beside the loss ({number:g} at first)"
+                note = (
+                    f"micro-batches are weighed by the count that loss_fn returns after the loss ({number:g} at first)"
                 )
+                self.notes.append(note)
+                log.info("%s", note)
         count: torch.Tensor | float = value
         return count
 
