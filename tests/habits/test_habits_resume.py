@@ -407,9 +407,6 @@ def test_resume_auto_goes_on_with_the_unfinished_run_of_the_same_experiment(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="an unfinished run is found by its name, and all share the default name"
-)
 @pytest.mark.parametrize("other", ["model", "data"])
 def test_resume_auto_does_not_adopt_the_run_of_another_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
@@ -458,9 +455,6 @@ def test_resume_auto_goes_on_with_the_unfinished_run_of_the_same_script(
     assert _runs() == 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="an unfinished run is found by its name, and all share the default name"
-)
 def test_resume_auto_does_not_adopt_the_run_of_another_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, lr in (("first.py", 0.1), ("second.py", 0.2)):

@@ -14,7 +14,7 @@ import pytest
 from frameworm.errors import RunFolderError
 from frameworm.records import atomic
 from frameworm.records.schema import Batch, EpochRecord, RunRecord, StepRecord
-from frameworm.records.store import RunFolder, find_runs, newest_unfinished
+from frameworm.records.store import RunFolder, find_runs, unfinished_runs
 from frameworm.records.writer import read_steps, step_line
 
 
@@ -148,12 +148,12 @@ def test_the_newest_unfinished_run_of_a_name_is_found(tmp_path: Path) -> None:
     make_run(tmp_path, "other-name", 3, None, True, name="run2")
     killed = make_run(tmp_path, "killed", 4, None, True)
     preempted = make_run(tmp_path, "preempted", 5, "preempted", True)
-    assert newest_unfinished(tmp_path, "run") == killed
+    assert next(unfinished_runs(tmp_path, "run"), None) == killed
     killed.write_summary(make_record("completed"))
-    assert newest_unfinished(tmp_path, "run") == preempted
+    assert next(unfinished_runs(tmp_path, "run"), None) == preempted
     preempted.summary_json.write_text("{broken")
-    assert newest_unfinished(tmp_path, "run") == preempted
-    assert newest_unfinished(tmp_path, "absent") is None
+    assert next(unfinished_runs(tmp_path, "run"), None) == preempted
+    assert next(unfinished_runs(tmp_path, "absent"), None) is None
 
 
 def test_summary_comes_back_and_broken_ones_are_named(tmp_path: Path) -> None:

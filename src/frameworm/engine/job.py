@@ -17,6 +17,7 @@ from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
+from frameworm.engine.experiment import describe_experiment
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
 from frameworm.engine.model.loss_parts import find_beside
@@ -84,6 +85,7 @@ class Ingredients:
         gate: Stands before every step.
         seed: Seeds all generators; None: they stay as the caller has them.
         sets_backend: Whether torch's own switches follow the config, or stay as the caller has them.
+        script: What was started, for runs without a name; None: the script of this process.
     """
 
     model: nn.Module
@@ -99,6 +101,7 @@ class Ingredients:
     gate: Gate | None = None
     seed: int | None = None
     sets_backend: bool = True
+    script: str | None = None
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
@@ -111,6 +114,9 @@ def build_job(config: Config, given: Ingredients) -> Job:
     beside = find_beside(given.model, given.loss_fn, given.optimizer)
     process = join_group(config)
     training, seed = config.training, config.seed
+    experiment = None
+    if given.run_dir is not None and config.name == Config.model_fields["name"].default:
+        experiment = describe_experiment(given.model, given.train_loader, given.script)
     device = _choose_device(config, process)
     apply_processors(training, process.local_rank, process.local_world_size)
     if given.sets_backend:
@@ -165,6 +171,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
             show_progress=sys.stderr.isatty() if show == "auto" else show,
             rank=process.rank,
             world_size=process.world_size,
+            experiment=experiment,
         ),
         saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,

@@ -107,6 +107,7 @@ def train_workload(
         advise=advise,
         gate=gate,
         seed=config.seed,
+        script=f"workload {config.workload}",
     )
     return run_job(build_job(config, given))
 

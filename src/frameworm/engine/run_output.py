@@ -13,11 +13,12 @@ from frameworm.launch.environment import launch_id
 from frameworm.launch.process_group import broadcast_object
 from frameworm.observe.sinks import TensorBoardSink
 from frameworm.records.events import Listener
+from frameworm.records.experiments import read_experiment, write_experiment
 from frameworm.records.gradients import GradientTimes
 from frameworm.records.launches import begun_by, take_back, write_launch
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 from frameworm.records.series import SeriesPoint
-from frameworm.records.store import RunFolder, newest_unfinished
+from frameworm.records.store import RunFolder, unfinished_runs
 from frameworm.records.writer import JsonLinesWriter, StepReader
 from frameworm.report.run.html import render_html
 from frameworm.report.run.page import samples_of
@@ -34,6 +35,7 @@ class RunOutput:
     Args:
         folder: The folder, or None to leave nothing behind.
         resumed: The folder holds a run to go on with.
+        experiment: What to write down for a later `resume="auto"`, if anything.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RunOutput:
         show_progress: bool,
         rank: int,
         world_size: int,
+        experiment: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.resumed = resumed
@@ -52,6 +55,7 @@ class RunOutput:
         self._show_progress = show_progress
         self._rank = rank
         self._world_size = world_size
+        self._experiment = experiment
         self._writer: JsonLinesWriter | None = None
 
     def listeners(self, rank: int, total_steps: int | None) -> list[Listener]:
@@ -77,6 +81,8 @@ class RunOutput:
         """Write the resolved config; from here on the folder is a run's."""
         if self.folder is not None and self._rank == 0:
             self.folder.write_config(text)
+            if self._experiment is not None:
+                write_experiment(self.folder.path, self._experiment)
 
     def abandon(self) -> None:
         """Take back the folder of a run that could not begin; one with anything in it stays."""
@@ -158,12 +164,14 @@ def open_output(
     show_progress: bool,
     rank: int,
     world_size: int,
+    experiment: dict[str, str] | None = None,
 ) -> RunOutput:
     """Find or make the run folder on rank 0 and tell the others.
 
     Args:
         run_dir: A folder, `auto` for runs/<name>-<time>, or None for no folder at all.
         resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or one.
+        experiment: What a run that nobody named is known by; None: its name is enough.
 
     Raises:
         RunFolderError: The folder is taken, missing or cannot be written.
@@ -171,7 +179,7 @@ def open_output(
     choice: tuple[str | None, bool] | Exception = (None, False)
     if rank == 0:
         try:
-            folder, resumed = _choose(config, run_dir, resume)
+            folder, resumed = _choose(config, run_dir, resume, experiment)
             if folder is not None and resumed:
                 folder.refuse_links()
             choice = (None if folder is None else str(folder.path), resumed)
@@ -182,17 +190,27 @@ def open_output(
         raise choice
     path, resumed = choice
     folder = None if path is None else RunFolder(path)
-    return RunOutput(config, folder, resumed=resumed, show_progress=show_progress, rank=rank, world_size=world_size)
+    return RunOutput(
+        config,
+        folder,
+        resumed=resumed,
+        show_progress=show_progress,
+        rank=rank,
+        world_size=world_size,
+        experiment=experiment,
+    )
 
 
-def _choose(config: Config, run_dir: str | Path | None, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
+def _choose(
+    config: Config, run_dir: str | Path | None, resume: str | Path | None, experiment: dict[str, str] | None
+) -> tuple[RunFolder | None, bool]:
     out = None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
     launch = launch_id()
     if launch is not None and run_dir is not None:
         begun = _begun_by(launch, out, resume)
         if begun is not None:
             return begun, True
-    folder, resumed = _choose_anew(config, out, run_dir, resume)
+    folder, resumed = _choose_anew(config, out, run_dir, resume, experiment)
     if launch is not None and folder is not None:
         write_launch(folder.path, launch)
     return folder, resumed
@@ -206,7 +224,11 @@ def _begun_by(launch: str, out: Path | None, resume: str | Path | None) -> RunFo
 
 
 def _choose_anew(
-    config: Config, out: Path | None, run_dir: str | Path | None, resume: str | Path | None
+    config: Config,
+    out: Path | None,
+    run_dir: str | Path | None,
+    resume: str | Path | None,
+    experiment: dict[str, str] | None,
 ) -> tuple[RunFolder | None, bool]:
     if resume is not None and str(resume) != "auto":
         if out is not None and out.resolve() != Path(resume).resolve():
@@ -216,10 +238,24 @@ def _choose_anew(
         if out is not None and RunFolder(out).holds_run():
             return RunFolder.open(out), True
         if out is None:
-            unfinished = newest_unfinished(RUNS, config.name)
-            if unfinished is not None:
-                return unfinished, True
+            for unfinished in unfinished_runs(RUNS, config.name):
+                other = None if experiment is None else _other_experiment(unfinished, experiment)
+                if other is None:
+                    return unfinished, True
+                log.warning("%s is unfinished but not resumed, because %s", unfinished.path, other)
         log.info("no unfinished run of %s to resume: starting afresh", config.name)
     if run_dir is None:
         return None, False
     return RunFolder.create(out, config.name, RUNS), False
+
+
+def _other_experiment(folder: RunFolder, experiment: dict[str, str]) -> str | None:
+    """Why a run is not of this experiment; None if it is."""
+    advice = f"to go on with it all the same, give its folder (resume {folder.path}); to tell runs apart, name them"
+    found = read_experiment(folder.path)
+    if found is None:
+        return f"it does not say which model, data and script it is of; {advice}"
+    for part, here in experiment.items():
+        if found.get(part) != here:
+            return f"its {part} is {found.get(part)}, and this one's is {here}; {advice}"
+    return None

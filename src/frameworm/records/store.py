@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -297,12 +297,11 @@ def find_runs(root: str | os.PathLike[str]) -> list[RunFolder]:
     return sorted((folder for folder in folders if folder.holds_run()), key=_age, reverse=True)
 
 
-def newest_unfinished(root: str | os.PathLike[str], name: str) -> RunFolder | None:
-    """The newest run of that name that has a checkpoint to go on from and is not completed."""
+def unfinished_runs(root: str | os.PathLike[str], name: str) -> Iterator[RunFolder]:
+    """The runs of that name that have a checkpoint to go on from and are not completed, newest first."""
     for folder in find_runs(root):
         if folder.has_checkpoint() and folder.run_name() == name and folder.status() != "completed":
-            return folder
-    return None
+            yield folder
 
 
 def _read(path: Path, most_bytes: int = MOST_BYTES) -> str:
