@@ -264,7 +264,7 @@ class OptimizedDataLoader:
             DataError: Each rank or worker reads samples of its own, so nobody knows which ones come first.
         """
         placement = self._ready()
-        if self._owns_samples and placement.world_size > 1 or self._is_stream and self._workers_own:
+        if (self._owns_samples and placement.world_size > 1) or (self._is_stream and self._workers_own):
             raise DataError(
                 "the data set shards itself, so a run that stopped in the middle of an epoch goes on only with the "
                 "batch size and number of processes it began with"

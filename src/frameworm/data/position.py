@@ -1,4 +1,4 @@
-"""Where in an epoch a run stopped, and how any loader is brought there again: by samples where the batch has changed."""
+"""Where in an epoch a run stopped, and how any loader gets there again: by samples where the batch has changed."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ def _copied(source: Any, shared: list[Any]) -> Any:
     for item in Walk({"source": source}).visited:
         if id(item) in memo:
             continue
-        if isinstance(item, torch.Tensor) and item.nbytes > _SHARED_BYTES:
-            memo[id(item)] = item
-        elif isinstance(item, np.ndarray) and item.nbytes > _SHARED_BYTES:
+        if isinstance(item, (torch.Tensor, np.ndarray)) and item.nbytes > _SHARED_BYTES:
             memo[id(item)] = item
         elif isinstance(item, (list, dict, deque)) and len(item) > MOST_ITEMS:
             memo[id(item)] = copy.copy(item)
@@ -140,6 +138,6 @@ def _same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(_same, first, second))
     if type(first) is not type(second):
         return False
-    if hasattr(first, "__dict__") and type(first).__eq__ is object.__eq__:
+    if hasattr(first, "__dict__") and "__eq__" not in vars(type(first)):
         return _same(vars(first), vars(second))
     return bool(first == second)

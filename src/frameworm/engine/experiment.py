@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def describe_experiment(model: nn.Module, loader: Any, script: str | None) -> di
 
     Args:
         model: As the user built it; its structure counts, its weights do not.
-        loader: The training loader; of its data, the kinds, the number of samples and the first values and file names it holds count.
+        loader: The training loader; its data count: kinds, number of samples, and the first values and file names held.
         script: What was started; None for the script of this process.
     """
     return {"model": _describe_model(model), "data": _describe_data(loader), "script": script or _main_script()}
@@ -59,7 +60,7 @@ def _lines(dataset: Any, depth: int) -> Iterator[str]:
             elif isinstance(item, np.ndarray):
                 yield f"{name}: {item.shape} {item.dtype} {item.reshape(-1)[:_MOST_VALUES].tolist()}"
             elif isinstance(item, str):
-                yield f"{name}: {os.path.basename(item)}"  # the same data may lie elsewhere on another machine
+                yield f"{name}: {PurePath(item).name}"  # the same data may lie elsewhere on another machine
             elif isinstance(item, Dataset) and depth:
                 yield from _lines(item, depth - 1)
 

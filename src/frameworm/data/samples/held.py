@@ -33,7 +33,7 @@ def is_generator(value: Any) -> bool:
 
 def process_generators() -> dict[str, Any]:
     """The generators behind the functions of `random`, `numpy.random` and `torch` (CPU) in this process."""
-    return {"python": random._inst, "numpy": mtrand._rand, "torch": torch.default_generator}  # type: ignore[attr-defined]
+    return {"python": random._inst, "numpy": mtrand._rand, "torch": torch.default_generator}
 
 
 def read_state(generator: Any) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _made(state: Mapping[str, Any]) -> Any:
         return torch.Generator()
     if "python" in state:
         return random.Random()
-    kind = getattr(np.random, str(state["numpy"].get("bit_generator")), None)
+    kind: Any = getattr(np.random, str(state["numpy"].get("bit_generator")), None)
     known = isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)
     return np.random.Generator(kind() if known else np.random.PCG64())
 

@@ -110,8 +110,9 @@ class SharedEpoch:
 class SeededDataset(Dataset[Any]):
     """What workers read from: the user's data set, with random state set anew for every batch.
 
-    That includes generators which the data set holds. The state follows from seed, epoch and the batch's first sample, so it does not depend on which worker draws the
-    batch, on how many there are, or on whether the run was resumed in between.
+    That includes generators which the data set holds. The state follows from seed, epoch and the batch's first sample,
+    so it does not depend on which worker draws the batch, on how many there are, or on whether the run was resumed in
+    between.
     """
 
     def __init__(self, inner: Any, seed: int, epoch: SharedEpoch) -> None:
