@@ -65,11 +65,16 @@ def after_samples(batches: Iterator[Any], samples: int) -> Iterator[Any]:
             break
         passed += samples_in(batch)
     if passed > samples:
-        raise DataError(
-            f"the run stopped after {samples} samples of the epoch, which is in the middle of one of this loader's "
-            "batches; resume with the batch size it had, or one that divides that number"
-        )
+        raise in_a_batch(samples)
     return batches
+
+
+def in_a_batch(samples: int) -> DataError:
+    """The error of a loader whose finished batches would have to be cut."""
+    return DataError(
+        f"the run stopped after {samples} samples of the epoch, which is in the middle of one of this loader's "
+        "batches; resume with the batch size it had, or one that divides that number"
+    )
 
 
 def samples_in(batch: Any) -> int:

@@ -25,6 +25,7 @@ class Reading:
         accumulation: Micro-batches per step.
         world_size: Number of processes.
         arranged_for: The global batch for which the order was arranged, where the loader plans its steps.
+        first_step: Samples in the epoch's first step; None where the steps are planned.
         first_batch: Fingerprint of the epoch's first batch; None where the order follows from a seed.
         unsure: What does not yield the same when it is read again, by name; None if nothing is known to.
         mixed: Steps of this epoch had another size before: only samples, not steps, say how far it has come.
@@ -36,6 +37,7 @@ class Reading:
     world_size: int
     arranged_for: int | None = None
     mixed: bool = False
+    first_step: int | None = None
     first_batch: int | None = None
     unsure: str | None = None
 
@@ -55,7 +57,7 @@ class Reading:
         if self.arranged_for is not None:  # a plan of steps depends on nothing but the global batch
             alike = self.arranged_for == before.arranged_for
         else:
-            alike = replace(before, mixed=False, first_batch=None, unsure=None) == self
+            alike = replace(before, mixed=False, first_step=None, first_batch=None, unsure=None) == self
         return replace(before, **self._batch(), mixed=before.mixed or not alike)
 
     def _batch(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from frameworm.data.adopt import RankBatches, after_samples, set_loader_epoch
+from frameworm.data.adopt import RankBatches, after_samples, in_a_batch, set_loader_epoch
 from frameworm.data.batches.sizes import UNKNOWN, batch_size_of
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.position import Reading, order_of, skipping
@@ -209,8 +209,11 @@ class StepSource:
             return steps
         seen = fingerprint(first.batches)
         if not start:
-            self.reading = replace(self.reading, first_batch=seen, unsure=self._unsure(perf_counter() - began))
+            unsure = self._unsure(perf_counter() - began)
+            self.reading = replace(self.reading, first_step=first.global_samples, first_batch=seen, unsure=unsure)
             return chain((first,), steps)
+        if samples is not None and self.reading.first_step not in (None, first.global_samples):
+            return self._seek(steps, first.global_samples, samples)
         if self.reading.unsure or self.reading.first_batch not in (None, seen):
             self._tell(
                 f"{self.reading.unsure or self._loader_name()} did not yield the same when the running epoch was read "
@@ -218,6 +221,15 @@ class StepSource:
             )
         for _ in range(start - 1):
             next(steps, None)
+        return steps
+
+    def _seek(self, steps: Iterator[StepBatch], passed: int, trained: int) -> Iterator[StepBatch]:
+        """Read on until all trained samples have passed, where only the first step tells that steps have changed."""
+        self.reading, self.steps_in_epoch = replace(self.reading, mixed=True), None
+        while passed < trained and (step := next(steps, None)) is not None:
+            passed += step.global_samples
+        if passed > trained:
+            raise in_a_batch(trained)
         return steps
 
     def _unsure(self, first_s: float) -> str | None:
