@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -42,8 +43,7 @@ class Pairs:
     """A batch sampler of the user's own, with batches of unequal size."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        edges = [0, 5, 7, 20, 41, SIZE]
-        return iter([list(range(*pair)) for pair in zip(edges, edges[1:])])
+        return iter([list(range(*pair)) for pair in pairwise([0, 5, 7, 20, 41, SIZE])])
 
     def __len__(self) -> int:
         return 5
@@ -79,13 +79,9 @@ def _read(kind: str, batch: int, world_size: int, steps: int | None, before: Any
         )
         if before is not None:
             source.continue_reading(before)
-        taken = 0
-        for step in source.epoch(1, *trained):
+        for step in islice(source.epoch(1, *trained), steps):
             batches = [item[0] if isinstance(item, list) else item for item in step.batches]
             samples += torch.cat(batches).tolist()
-            taken += 1
-            if taken == steps:
-                break
         reading = dataclasses.asdict(source.reading)
     return samples, reading
 

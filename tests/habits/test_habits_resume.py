@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from habit_cases import (
@@ -15,6 +18,7 @@ from habit_cases import (
     Augmented,
     Numbered,
     PressCtrlC,
+    Recorder,
     built,
     classification,
     flatten,
@@ -33,7 +37,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from frameworm import Config, Trainer, run
+from frameworm import Callback, Config, Trainer, run
 from frameworm.distributed import OptimizedDataLoader
 from frameworm.errors import FramewormError
 
@@ -67,6 +71,86 @@ def _random_split() -> DataLoader[Any]:
     return DataLoader(train, BATCH, shuffle=True, generator=generator)
 
 
+class _Drawn:
+    """A sampler of the user's own, whose order a function draws."""
+
+    def __init__(self, draw: Callable[[_Drawn], list[int]]) -> None:
+        self.rng = np.random.default_rng(5)
+        self.epoch = 0
+        self.items = list(range(SAMPLES))
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(self._draw(self))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def _numpy_sampler() -> DataLoader[Any]:
+    return DataLoader(Numbered(), BATCH, sampler=_Drawn(lambda it: it.rng.permutation(SAMPLES).tolist()))
+
+
+def _counting_sampler() -> DataLoader[Any]:
+    def draw(sampler: _Drawn) -> list[int]:
+        return random.Random(sampler.epoch).sample(range(SAMPLES), SAMPLES)
+
+    return DataLoader(Numbered(), BATCH, sampler=_Drawn(draw))
+
+
+class _Batches:
+    """A batch sampler of the user's own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(5)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.rng.sample(range(SAMPLES), SAMPLES)
+        return (order[start : start + BATCH] for start in range(0, SAMPLES, BATCH))
+
+    def __len__(self) -> int:
+        return EPOCH
+
+
+def _batch_sampler() -> DataLoader[Any]:
+    return DataLoader(Numbered(), batch_sampler=_Batches())
+
+
+class _OwnNoise(Numbered):
+    """Augmentation from a generator that the data set holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, target = super().__getitem__(index)
+        return inputs + float(self.rng.random()) / 2, target
+
+
+def _own_noise() -> DataLoader[Any]:
+    return DataLoader(_OwnNoise(), BATCH, shuffle=True)
+
+
+def _own_noise_ours() -> Any:
+    return OptimizedDataLoader.create(_OwnNoise(), BATCH, num_workers=0)
+
+
+def _own_noise_workers() -> Any:
+    return OptimizedDataLoader.create(_OwnNoise(), BATCH, num_workers=2)
+
+
+def _function() -> Any:
+    def batches() -> Iterator[Any]:
+        order = torch.randperm(SAMPLES)
+        for start in range(0, SAMPLES, BATCH):
+            part = order[start : start + BATCH]
+            yield part[:, None].float(), part % 3
+
+    return batches
+
+
 def _check_second_epoch(whole: list[list[float]], first: list[list[float]], rest: list[list[float]]) -> None:
     require(len(first) == IN_SECOND_EPOCH, "the run did not stop in the middle of the second epoch")
     expected, found = whole[EPOCH:], [*first[EPOCH:], *rest]
@@ -76,7 +160,22 @@ def _check_second_epoch(whole: list[list[float]], first: list[list[float]], rest
     assert found == expected, "the order and the values of an uninterrupted run"
 
 
-@pytest.mark.parametrize("make_loader", [_loader_with_generator, _random_sampler, _subset_sampler, _random_split])
+@pytest.mark.parametrize(
+    "make_loader",
+    [
+        _loader_with_generator,
+        _random_sampler,
+        _subset_sampler,
+        _random_split,
+        _numpy_sampler,
+        _counting_sampler,
+        _batch_sampler,
+        _own_noise,
+        _own_noise_ours,
+        _own_noise_workers,
+        _function,
+    ],
+)
 def test_an_interrupted_epoch_trains_every_sample_once(
     tmp_path: Path, make_loader: Callable[[], DataLoader[Any]]
 ) -> None:
@@ -108,6 +207,62 @@ def test_persistent_workers_draw_the_augmentation_of_an_uninterrupted_run(tmp_pa
     first = train(tmp_path / "parts", interrupt_in=IN_SECOND_EPOCH)
     rest = train(tmp_path / "parts", resume=True)
     _check_second_epoch(whole, first, rest)
+
+
+# Loaders that cannot be replayed
+
+
+def _system_sampler() -> DataLoader[Any]:
+    return DataLoader(Numbered(), BATCH, sampler=_Drawn(lambda it: random.SystemRandom().sample(it.items, SAMPLES)))
+
+
+def _in_place() -> DataLoader[Any]:
+    def draw(sampler: _Drawn) -> list[int]:
+        random.shuffle(sampler.items)
+        return list(sampler.items)
+
+    return DataLoader(Numbered(), BATCH, sampler=_Drawn(draw))
+
+
+def _unseeded_function() -> Any:
+    def unseeded() -> Iterator[Any]:
+        order = torch.from_numpy(np.random.default_rng().permutation(SAMPLES))
+        for start in range(0, SAMPLES, BATCH):
+            part = order[start : start + BATCH]
+            yield part[:, None].float(), part % 3
+
+    return unseeded
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "name"), [(_system_sampler, "_Drawn"), (_in_place, "_Drawn"), (_unseeded_function, "unseeded")]
+)
+def test_a_loader_that_cannot_be_replayed_is_named_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make_loader: Callable[[], Any], name: str
+) -> None:
+    def named() -> list[str]:
+        return [record.getMessage() for record in caplog.records if name in record.getMessage()]
+
+    class BeforeFirstStep(Callback):
+        def on_step(self, step: Any) -> None:
+            if step.step == 1:
+                assert len(named()) == 1
+
+    model = Recorder()
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        run_dir=tmp_path / "run",
+        callbacks=[BeforeFirstStep(), PressCtrlC(3)],
+        **QUICK,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(make_loader(), epochs=2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert any(name in note for note in summary["notes"])
+    caplog.clear()
+    train_recorded(make_loader(), tmp_path / "run", epochs=2, resume=True)
+    assert any("trained twice" in text for text in named())
 
 
 # Another global batch, another number of processes
