@@ -30,7 +30,7 @@ class Stream(IterableDataset[Any]):
 class Lengths(Dataset[Any]):
     """Samples whose order may be arranged by their lengths."""
 
-    token_lengths = [(number * 7) % 13 + 1 for number in range(SIZE)]
+    token_lengths = tuple((number * 7) % 13 + 1 for number in range(SIZE))
 
     def __len__(self) -> int:
         return SIZE

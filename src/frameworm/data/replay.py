@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from frameworm.data.adopt import RankBatches
 from frameworm.data.loader import OptimizedDataLoader
-from frameworm.data.prefetch import tensors_in
+from frameworm.data.prefetch import CudaDataLoader, tensors_in
 from frameworm.data.samples.held import MOST_ITEMS, Held, Walk, process_generators
 from frameworm.data.samples.streams import is_stream
 
@@ -26,6 +26,18 @@ _ITEMS = 64  # indices, or batches of indices
 _SLOW_S = 0.5
 _SHARED_BYTES = 2**20
 _FINGERPRINT_BYTES = 2**20
+
+
+def users_parts(loader: Any, name: str) -> dict[str, Any]:
+    """The parts of a loader that are the user's own, by name."""
+    if isinstance(loader, CudaDataLoader):
+        return users_parts(loader.loader, name)
+    if isinstance(loader, RankBatches):
+        return users_parts(loader.source, name)
+    if not isinstance(loader, OptimizedDataLoader):
+        return {name: loader}
+    parts = {part: getattr(loader.settings, part) for part in ("sampler", "collate_fn", "worker_init_fn")}
+    return {f"{name}.{part}": value for part, value in {"dataset": loader.dataset, **parts}.items()}
 
 
 def drawn_order(loader: Any) -> tuple[Any, int] | None:
@@ -40,7 +52,12 @@ def drawn_order(loader: Any) -> tuple[Any, int] | None:
             return loader.settings.sampler, _ITEMS
         return (loader.dataset, 1) if is_stream(loader.dataset) else None
     if isinstance(loader, DataLoader):
-        return (loader.dataset, 1) if is_stream(loader.dataset) else (loader._index_sampler, _ITEMS)
+        if is_stream(loader.dataset):
+            return loader.dataset, 1
+        batches = loader._index_sampler
+        both = (batches, getattr(batches, "sampler", batches))
+        # Torch's own samplers draw from a generator, and all at once: that need not be tried.
+        return None if all(type(item).__module__.startswith("torch.") for item in both) else (batches, _ITEMS)
     return None if isinstance(loader, (list, tuple)) else (loader, 1)
 
 

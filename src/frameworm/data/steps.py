@@ -100,15 +100,6 @@ class StepSource:
         if self.workers.note is not None:
             self._tell(self.workers.note)
 
-    @property
-    def user_objects(self) -> dict[str, Any]:
-        """The parts of the loader that are the user's own, by name."""
-        inner = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
-        if isinstance(inner, OptimizedDataLoader):
-            names = ("sampler", "collate_fn", "worker_init_fn")
-            return {"dataset": inner.dataset, **{name: getattr(inner.settings, name) for name in names}}
-        return {"loader": inner}
-
     def _describe(self) -> Reading:
         planned = self._planned
         return Reading(
@@ -207,14 +198,14 @@ class StepSource:
         first = next(steps, None)
         if first is None:
             return steps
-        seen = fingerprint(first.batches)
+        seen = None if self._warn is None else fingerprint(first.batches)  # without checkpoints nobody asks
         if not start:
             unsure = self._unsure(perf_counter() - began)
             self.reading = replace(self.reading, first_step=first.global_samples, first_batch=seen, unsure=unsure)
             return chain((first,), steps)
         if samples is not None and self.reading.first_step not in (None, first.global_samples):
             return self._seek(steps, first.global_samples, samples)
-        if self.reading.unsure or self.reading.first_batch not in (None, seen):
+        if self.reading.unsure or (seen is not None and self.reading.first_batch not in (None, seen)):
             self._tell(
                 f"{self.reading.unsure or self._loader_name()} did not yield the same when the running epoch was read "
                 "again: in this epoch some samples are trained twice and others not at all"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from frameworm.config.checks import workload_name
+from frameworm.data.replay import users_parts
 from frameworm.data.samples.held import Held, Walk
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.store import CheckpointStore, make_store
@@ -137,7 +138,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     if recorder is not None:
         step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
     drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
-    held = Held({**job.train.user_objects, "validation": getattr(job.validation, "loader", None), **drawing})
+    held = Held({**users_parts(job.train.loader, "loader"), **users_parts(job.validation, "validation"), **drawing})
     state = TrainingState(
         job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed, held, job.train.workers
     )

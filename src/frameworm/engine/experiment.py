@@ -55,10 +55,10 @@ def _lines(dataset: Any, depth: int) -> Iterator[str]:
         for item in value[:_MOST_ITEMS] if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor):
                 yield f"{name}: {tuple(item.shape)} {item.dtype}"
-                with suppress(Exception):  # sparse, quantised or without values: the shape tells
-                    yield str(item.detach().flatten()[:_MOST_VALUES].tolist())
+                with suppress(Exception):  # sparse, transposed or without values: the shape tells
+                    yield str(item.detach().view(-1)[:_MOST_VALUES].tolist())
             elif isinstance(item, np.ndarray):
-                yield f"{name}: {item.shape} {item.dtype} {item.reshape(-1)[:_MOST_VALUES].tolist()}"
+                yield f"{name}: {item.shape} {item.dtype} {item.flat[:_MOST_VALUES].tolist()}"
             elif isinstance(item, str):
                 yield f"{name}: {PurePath(item).name}"  # the same data may lie elsewhere on another machine
             elif isinstance(item, Dataset) and depth:

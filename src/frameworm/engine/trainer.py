@@ -126,7 +126,8 @@ class Trainer:
         Args:
             train_loader: A DataLoader, an `OptimizedDataLoader` or any iterable of batches that can be read once per
                 epoch. In a distributed run a plain DataLoader is split over the ranks.
-            resume: `auto` or a run folder, to go on with a run that stopped.
+            resume: A run folder, to go on with a run that stopped; or `auto` for the run in `run_dir`, else the newest
+                unfinished one of the same name, and without a name of the same model, data and script.
 
         Raises:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
