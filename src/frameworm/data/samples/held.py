@@ -95,17 +95,15 @@ class Held:
         """Find everything that is held now."""
         return Walk(self._roots)
 
-    def capture(self, walk: Walk | None = None) -> dict[str, Any]:
-        """The state of all generators, and the counters that have changed, as plain data.
+    def capture(self) -> dict[str, Any]:
+        """The state of all generators, and the counters that have changed, as plain data."""
+        walk = self.walk()
+        states = {path: read_state(item) for path, item in walk.generators.items()}
+        return {"generators": states, "counters": self.counters(walk)}
 
-        Args:
-            walk: What was found before, where walking again would take too long.
-        """
-        walk = walk or self.walk()
-        return {
-            "generators": {path: read_state(item) for path, item in walk.generators.items()},
-            "counters": {path: value for path, value in walk.read() if self._first.get(path, walk) != value},
-        }
+    def counters(self, walk: Walk) -> dict[str, Any]:
+        """The counters that have changed, among what a walk has found."""
+        return {path: value for path, value in walk.read() if self._first.get(path, walk) != value}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
         """Set everything to what `capture` gave; returns the names of what is not there or of another kind."""

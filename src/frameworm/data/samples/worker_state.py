@@ -5,15 +5,17 @@ Workers that live for one epoch only are seeded from the loop's own random state
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from frameworm.data.samples.held import Held, Walk, process_generators
+from frameworm.data.samples.held import Held, process_generators, read_state
 
 _ROOM = 2**16
 _LENGTH = 8
@@ -49,7 +51,7 @@ class PersistentWorkers:
         if self._loader is None or self._loader._iterator is None:
             return None
         slots = self._loader.collate_fn.slots
-        return [slots.read(worker) for worker in range(self._loader.num_workers)]
+        return [_unpacked(slots.read(worker)) for worker in range(self._loader.num_workers)]
 
     def restore(self, states: list[Any] | None) -> None:
         """Let new workers begin with these states, or as new ones do."""
@@ -119,7 +121,7 @@ class _Starting:
         state = self._slots.read(worker)
         if state is not None:
             held.restore(state)
-        _in_this_worker.append((held, held.walk()))
+        _in_this_worker.append(_Packer(held))
 
 
 class _Recording:
@@ -133,9 +135,55 @@ class _Recording:
         batch = self.collate(samples)
         info = get_worker_info()
         if info is not None and _in_this_worker:
-            held, walk = _in_this_worker[-1]
-            self.slots.write(info.id, held.capture(walk))
+            self.slots.write(info.id, _in_this_worker[-1].pack())
         return batch
 
 
-_in_this_worker: list[tuple[Held, Walk]] = []
+class _Packer:
+    """Reads the state of a worker's generators after each batch, which must take less time than a batch does."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._walk = held.walk()
+        self._packed: dict[str, bytes] = {}
+        # NumPy takes long to read this state out. It is read once, and again from when something was drawn.
+        self._untouched = {
+            path: item._bit_generator
+            for path, item in self._walk.generators.items()
+            if isinstance(item, np.random.RandomState) and isinstance(item._bit_generator, np.random.MT19937)
+        }
+        self._memory = {path: _memory_of(bits) for path, bits in self._untouched.items()}
+
+    def pack(self) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Generators and counters, as `Held.capture` has them, for `_unpacked`."""
+        for path, generator in self._walk.generators.items():
+            bits = self._untouched.get(path)
+            if bits is not None and path in self._packed:
+                if _memory_of(bits) == self._memory[path]:
+                    continue
+                del self._untouched[path]
+            if isinstance(generator, torch.Generator):  # torch pickles tensors slowly
+                self._packed[path] = pickle.dumps(generator.get_state().numpy().tobytes())
+            else:
+                self._packed[path] = pickle.dumps(read_state(generator))
+        return self._packed, self._held.counters(self._walk)
+
+
+def _unpacked(packed: Any) -> dict[str, Any] | None:
+    """What `Held.capture` would have given."""
+    if packed is None:
+        return None
+    states: dict[str, Any] = {}
+    for path, content in packed[0].items():
+        state = pickle.loads(content)
+        if isinstance(state, bytes):
+            state = {"torch": torch.frombuffer(bytearray(state), dtype=torch.uint8)}
+        states[path] = state
+    return {"generators": states, "counters": packed[1]}
+
+
+def _memory_of(bits: np.random.MT19937) -> bytes:
+    return ctypes.string_at(bits.ctypes.state_address, 4 * 624 + 4)  # its words, and the place in them
+
+
+_in_this_worker: list[_Packer] = []
