@@ -66,6 +66,8 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
     Raises:
         ConfigError: One has none of the methods that are called, or one that cannot be called as they are.
     """
+    if callbacks is None:
+        return []
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks must be a list of callbacks, not {_word(callbacks)}")
     found = list(callbacks)
@@ -93,15 +95,14 @@ def check_loader(loader: Any, name: str) -> None:
     Raises:
         DataError: Says which.
     """
-    items = (
-        list(loader.values()) if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else []
-    )
-    if isinstance(loader, Mapping) or any(isinstance(item, _LOADERS) for item in items):
-        joined = "join the data sets (torch.utils.data.ConcatDataset)"
+    items = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
+    if any(isinstance(item, _LOADERS) for item in items):
         raise DataError(
-            f"{name} must be one loader, not {_word(loader)}"
-            + (f" of loaders: {joined}, or train with one of them" if items else "")
+            f"{name} must be one loader, not several in {_word(loader)}: join their data sets "
+            "(torch.utils.data.ConcatDataset), or use one of them"
         )
+    if isinstance(loader, Mapping):
+        raise DataError(f"{name} must be a loader or an iterable of batches, not {_word(loader)}")
 
 
 def _word(value: Any) -> str:

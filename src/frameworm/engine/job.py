@@ -20,7 +20,7 @@ from frameworm.data.steps import StepSource
 from frameworm.engine.experiment import describe_experiment
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
-from frameworm.engine.model.loss_parts import find_beside
+from frameworm.engine.model.loss_parts import find_beside, untrained_note
 from frameworm.engine.model.precision import Precision, apply_backend_flags
 from frameworm.engine.model.processors import apply_processors
 from frameworm.engine.model.randomness import seed_everything
@@ -112,7 +112,10 @@ def build_job(config: Config, given: Ingredients) -> Job:
         given: The caller's objects.
     """
     beside = find_beside(given.model, given.loss_fn, given.optimizer)
+    untrained = untrained_note(given.model, beside, given.optimizer)
     process = join_group(config)
+    if untrained and process.rank == 0:
+        log.info("%s", untrained)
     training, seed = config.training, config.seed
     experiment = None
     if given.run_dir is not None and config.name == Config.model_fields["name"].default:
@@ -175,7 +178,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         ),
         saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,
-        notes=[text for text in (note, val_note) if text],
+        notes=[text for text in (note, val_note, untrained) if text],
         advise=given.advise,
         gate=given.gate,
         beside=beside,

@@ -82,7 +82,8 @@ def train_workload(
         advise: Finds settings that fit when memory runs out; None: no time is spent on that.
         gate: Stands before every step.
     """
-    optimizer = build_optimizer(workload.model, config)
+    beside = find_beside(workload.model, workload.loss_fn)
+    optimizer = build_optimizer(workload.model, config, beside.parameters.values())
     training = config.training
 
     def make_schedule(total_steps: int | None) -> AnySchedule:

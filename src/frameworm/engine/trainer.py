@@ -59,7 +59,7 @@ class Trainer:
         scheduler: Any = None,
         *,
         config: Config | None = None,
-        callbacks: Sequence[Listener] = (),
+        callbacks: Sequence[Listener] | None = (),
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:

@@ -46,12 +46,15 @@ class ZeRO1Strategy(DDPStrategy):
         self._given = optimizer
         return rebuild_sharded(optimizer)
 
-    def given_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return self._given.param_groups
+    def given(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return self._given
 
-    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    def adopt_groups(self, optimizer: torch.optim.Optimizer) -> None:
         for group in self._given.param_groups[len(optimizer.param_groups) :]:
             optimizer.add_param_group(group)
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+        self.adopt_groups(optimizer)
         return super().follow(model, optimizer)
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:

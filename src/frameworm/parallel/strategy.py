@@ -62,9 +62,12 @@ class Strategy:
         """The optimizer to use; called once, after `place` and before anything reads its parameters."""
         return optimizer
 
-    def given_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer that the user holds, who may add to them."""
-        return optimizer.param_groups
+    def given(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that the user holds, who may add parameter groups to it."""
+        return optimizer
+
+    def adopt_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the groups that were added to the user's optimizer."""
 
     @property
     def update_device(self) -> torch.device:

@@ -42,6 +42,14 @@ class TrainingState:
     _random_at_cut: dict[str, Any] | None = None
     _own_at_cut: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        self._began = self._trained()
+
+    def _trained(self) -> dict[str, Any]:
+        """Which parameters are frozen, and how many groups the optimizer has."""
+        frozen = [name for name, item in self.strategy.named_parameters(self.model) if not item.requires_grad]
+        return {"frozen": frozen, "groups": len(self.optimizer.param_groups)}
+
     def remember_epoch_start(self) -> None:
         """Call before the loader of an epoch is made."""
         self.epoch_random = self._random_state(with_workers=True)
@@ -122,6 +130,9 @@ class TrainingState:
             "precision": self.precision.state_dict(),
             "progress": self.progress.state_dict(),
         }
+        trained = self._trained()
+        if trained != self._began:  # so that a resumed run trains the same
+            common["trained"] = {"began": self._began, "now": trained}
         return common, self._own_state() if self._own_at_cut is None else self._own_at_cut
 
     def _own_state(self) -> dict[str, Any]:
@@ -167,11 +178,27 @@ class TrainingState:
         """
         self.strategy.load_model_state(self.model, shared["model"])
         notes = self._load_loss(shared.get("loss"), where)
+        notes += self._follow(shared.get("trained"), shared["optimizer"])
         try:
             self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
         return notes
+
+    def _follow(self, saved: Any, optimizer: dict[str, Any]) -> list[str]:
+        """Freeze, unfreeze and add to the optimizer what the saved run did, if this one began like it."""
+        if saved is None or saved["began"] != self._trained():
+            return []
+        self._began = saved["began"]
+        named = dict(self.strategy.named_parameters(self.model))
+        frozen = set(saved["now"]["frozen"])
+        for name, parameter in named.items():
+            parameter.requires_grad_(name not in frozen)
+        given = self.strategy.given(self.optimizer)
+        for group in optimizer["param_groups"][len(given.param_groups) :]:
+            given.add_param_group({**loaded(group), "params": [named[name] for name in group["params"]]})
+        self.strategy.adopt_groups(self.optimizer)
+        return ["parameters are frozen or not as they were when the run stopped, not as when it began"]
 
     def _load_loss(self, saved: Any, where: str) -> list[str]:
         beside = self.strategy.beside

@@ -19,6 +19,7 @@ from frameworm.errors import ModelError
 from frameworm.parallel.beside import Beside
 
 _DEEPEST = 6
+_MOST_NAMED = 3
 _MOST_ITEMS = 100  # a longer list is data
 _LOOKED_INTO = (nn.Module, Tensor, functools.partial, MethodType, list, tuple, set, frozenset, Mapping)
 
@@ -46,6 +47,17 @@ def find_beside(
         )
     strangers = {f"#{number}": item for number, item in enumerate(held) if id(item) not in known}
     return Beside(model, search.modules, {**search.loose, **strangers})
+
+
+def untrained_note(model: nn.Module, beside: Beside, optimizer: torch.optim.Optimizer) -> str | None:
+    """What the summary says of parameters that could be trained, but are not in the optimizer."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    both = (*model.named_parameters(), *beside.parameters.items())
+    left_out = [name for name, item in both if item.requires_grad and id(item) not in held]
+    if not left_out:
+        return None
+    named = ", ".join(left_out[:_MOST_NAMED]) + (" and others" if len(left_out) > _MOST_NAMED else "")
+    return f"not trained, because the optimizer does not hold them: {named}"
 
 
 class _Search:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from frameworm.config.resolve import effective_lr
 from frameworm.config.schema import Config
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer a config names; vectors (biases, norms) are not decayed."""
+def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+    """The optimizer a config names; vectors (biases, norms) are not decayed.
+
+    Args:
+        beside: Parameters that train beside the model.
+    """
     _leave_compiler_out()
     training = config.training
-    parameters = [item for item in model.parameters() if item.requires_grad]
+    parameters = [item for item in (*model.parameters(), *beside) if item.requires_grad]
     matrices = [item for item in parameters if item.ndim >= 2]
     vectors = [item for item in parameters if item.ndim < 2]
     groups: list[dict[str, Any]] = [

@@ -103,7 +103,7 @@ class Update:
     def follow(self) -> bool:
         """Take in what was frozen, unfrozen or given to the optimizer since the last call; whether anything was."""
         optimizer, strategy = self.optimizer, self._strategy
-        groups = optimizer.param_groups if strategy is None else strategy.given_groups(optimizer)
+        groups = (optimizer if strategy is None else strategy.given(optimizer)).param_groups
         trainable = [item.requires_grad for group in groups for item in group["params"]]
         if trainable == self._trainable:
             return False
