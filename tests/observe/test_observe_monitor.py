@@ -375,3 +375,37 @@ def test_a_real_device_is_timed_by_its_own_clock() -> None:
     assert found["forward_time"]["p50"] >= 0.015
     assert found["host"]["p50"] < 0.002
     assert found["total_time"]["p50"] == pytest.approx(found["forward_time"]["p50"], rel=0.1)
+
+
+def test_a_copied_loop_reads_the_start_of_a_step_and_the_values_of_its_metrics() -> None:
+    monitor = PerformanceMonitor()
+    assert monitor.step_start_time is None
+    assert set(KNOWN) <= set(monitor.metrics)
+    assert not any(monitor.metrics.values())
+    for _ in range(3):
+        monitor.start_step()
+        assert monitor.step_start_time is not None
+        time.sleep(0.02)
+        monitor.record_metric("forward_time", 0.5)
+        monitor.record_metric("total_time", time.time() - monitor.step_start_time)
+        assert monitor.metrics["forward_time"][-1] == 0.5
+    assert monitor.metrics["forward_time"] == [0.5, 0.5, 0.5]
+    assert len(monitor.metrics["total_time"]) == 3
+    assert 0.018 < numpy.mean(monitor.metrics["total_time"][-2:]) < 5
+
+
+def test_a_value_appended_to_a_metric_is_recorded() -> None:
+    monitor = PerformanceMonitor()
+    monitor.metrics["forward_time"].append(2.0)
+    monitor.metrics["forward_time"].append(4.0)
+    assert monitor.metrics["forward_time"] == [2.0, 4.0]
+    assert monitor.get_statistics()["forward_time"]["mean"] == 3.0
+
+
+def test_metrics_keep_a_bounded_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "RECENT_VALUES", 5)
+    monitor = PerformanceMonitor()
+    for number in range(9):
+        monitor.record_metric("x", float(number))
+    assert monitor.metrics["x"] == [4, 5, 6, 7, 8]
+    assert monitor.get_statistics()["x"]["mean"] == 4

@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TextIO
@@ -65,6 +66,16 @@ def judged(record: RunRecord) -> RunRecord:
 MOST_IN_FLIGHT = 256
 # Summing up many steps at a time finds code and data in the processor's caches; after each step it would not.
 GROUP_STEPS = 64
+# Values per metric that `metrics` gives; statistics cover all of them.
+RECENT_VALUES = 10_000
+STANDARD_METRICS = (
+    "data_loading_time",
+    "forward_time",
+    "backward_time",
+    "optimizer_time",
+    "communication_time",
+    TOTAL,
+)
 
 _Event = torch.cuda.Event
 
@@ -90,6 +101,19 @@ class _Measure:
             self._monitor.record_metric(self._name, seconds)
         else:
             self._monitor._record_timed(self._name, self._begin, seconds)
+
+
+class MetricValues(list[float]):
+    """The recent values of one metric; `append` records another value, as `record_metric` does."""
+
+    def __init__(self, values: Iterable[float], record: Callable[[float], None]) -> None:
+        super().__init__(values)
+        self._record = record
+
+    def append(self, seconds: float) -> None:
+        """Record a value."""
+        self._record(seconds)
+        super().append(float(seconds))
 
 
 class PerformanceMonitor(Listener):
@@ -134,6 +158,7 @@ class PerformanceMonitor(Listener):
         self._rank = rank
         self._lock = threading.RLock()
         self._spreads: dict[str, Spread] = {}
+        self._recent: dict[str, deque[float]] = {}
         self._aggregate = StepAggregate(slow_limit=outliers)
         self._waiting: list[tuple[StepRecord, dict[str, float]]] = []
         self._open: PendingStep | None = None
@@ -144,10 +169,12 @@ class PerformanceMonitor(Listener):
         self._lost = 0
         self._problem: str | None = None
         self._run: RunRecord | None = None
+        self._step_start_time: float | None = None
 
     def start_step(self) -> None:
         """Begin a step; one that is still open ends here."""
         with self._lock:
+            self._step_start_time = time.time()
             mark = self._timer.mark()
             if self._open is not None:
                 # The device has one moment for both; a second event would be one too many.
@@ -172,7 +199,7 @@ class PerformanceMonitor(Listener):
         """Note a time. Within a step times of one name add up; outside of steps each counts for itself."""
         with self._lock:
             if self._open is None:
-                self._spread(name).add(float(seconds))
+                self._keep(name, float(seconds))
             else:
                 metrics = self._open.metrics
                 metrics[name] = metrics.get(name, 0.0) + float(seconds)
@@ -180,6 +207,25 @@ class PerformanceMonitor(Listener):
     def measure(self, name: str) -> _Measure:
         """Time a block: `with monitor.measure("forward_time"):`."""
         return _Measure(self, name)
+
+    @property
+    def step_start_time(self) -> float | None:
+        """When the last step began, on the clock of `time.time()`; None before the first."""
+        return self._step_start_time
+
+    @property
+    def metrics(self) -> dict[str, MetricValues]:
+        """The last 10,000 values of each metric in seconds, oldest first; standard metrics are there before any value.
+
+        Metrics of a step that is still open are included. On a GPU this waits for the steps under way.
+        """
+        with self._lock:
+            self._read(wait=True)
+            values: dict[str, list[float]] = {name: [] for name in STANDARD_METRICS}
+            values |= {name: list(recent) for name, recent in self._recent.items()}
+            for name, seconds in ({} if self._open is None else self._open.metrics).items():
+                values.setdefault(name, []).append(seconds)
+            return {name: MetricValues(kept, partial(self.record_metric, name)) for name, kept in values.items()}
 
     def get_statistics(self) -> dict[str, dict[str, float]]:
         """Mean, std, min, max, p50, p95 and p99 of each metric, in seconds per step.
@@ -316,7 +362,7 @@ class PerformanceMonitor(Listener):
         if step.number is None:
             self._timer.give_back(step.end)
             for name, seconds in metrics.items():
-                self._spread(name).add(seconds)
+                self._keep(name, seconds)
             return
         if TOTAL not in metrics:
             if step.begin is not None and step.end is not None:
@@ -354,15 +400,17 @@ class PerformanceMonitor(Listener):
     def _sum_up(self) -> None:
         for record, metrics in self._waiting:
             for name, seconds in metrics.items():
-                self._spread(name).add(seconds)
+                self._keep(name, seconds)
             self._aggregate.add(record)
         self._waiting.clear()
 
-    def _spread(self, name: str) -> Spread:
+    def _keep(self, name: str, seconds: float) -> None:
         spread = self._spreads.get(name)
         if spread is None:
             spread = self._spreads[name] = Spread()
-        return spread
+            self._recent[name] = deque(maxlen=RECENT_VALUES)
+        spread.add(seconds)
+        self._recent[name].append(seconds)
 
     def _open_writer(self, path: Path) -> JsonLinesWriter:
         if path.is_dir() or not path.suffix:
