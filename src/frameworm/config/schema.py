@@ -365,7 +365,8 @@ class MemoryConfig(Section):
         default="off", description="Recompute layers in backward to save memory: whole, or all but costly products."
     )
     checkpoint_modules: Annotated[list[str] | None, OffNone] = Field(
-        default=None, description="Class names of the modules to recompute; needed where the model does not say."
+        default=None,
+        description="Class names of the modules to recompute; by default the blocks that the model repeats.",
     )
     max_memory_percent: float = Field(
         default=85.0,

@@ -110,7 +110,7 @@ class Trainer:
         Args:
             mode: `full` recomputes whole layers, `selective` all but their matrix products and attention.
             modules: Classes of the layers, or their names; None: what the model declares (`checkpoint_layers`, or a
-                ModuleList `layers`).
+                ModuleList `layers`), else the blocks that it repeats.
         """
         self._before_training("enable_gradient_checkpointing")
         names = None if modules is None else [item if isinstance(item, str) else item.__name__ for item in modules]

@@ -264,22 +264,79 @@ def test_inner_modules_are_recomputed_with_the_outer() -> None:
     assert find_layers(model, ["Residual", "Linear"]) == [model.first, model.second, model.head]
 
 
+def test_the_blocks_that_a_model_repeats_are_found() -> None:
+    model, _ = own()
+    assert find_layers(model) == [model.first, model.second]
+
+
+def test_blocks_inside_of_two_towers_are_found() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 6)
+            self.blocks = nn.Sequential(Residual(), Residual(), Residual())
+
+    model = nn.ModuleDict({"left": Tower(), "right": Tower()})
+    assert [type(layer) for layer in find_layers(model)] == [Residual] * 6
+
+
+def test_experts_inside_of_many_blocks_are_not_taken_for_the_blocks() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Residual() for _ in range(4))
+
+    model = nn.Sequential(*(Experts() for _ in range(6)))
+    assert find_layers(model) == list(model)
+
+
+WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("classes", "says"),
+    ("config", "sizes", "model", "block"),
     [
-        (
-            None,
-            r"Own does not say what its layers are; name .*memory\.checkpoint_modules \(it repeats Residual, Sequen",
-        ),
-        (["Block"], r"memory\.checkpoint_modules: Own has no module of a class Block; it repeats Residual"),
+        ("BertConfig", WIDE, "BertForMaskedLM", "BertLayer"),
+        ("GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2}, "GPT2LMHeadModel", "GPT2Block"),
+        ("LlamaConfig", WIDE, "LlamaForCausalLM", "LlamaDecoderLayer"),
     ],
 )
-def test_nothing_to_recompute(classes: list[str] | None, says: str) -> None:
+def test_blocks_of_hugging_face_models_are_recomputed(config: str, sizes: Any, model: str, block: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = getattr(transformers, config)(vocab_size=50, bos_token_id=1, eos_token_id=2, **sizes)
+    made = getattr(transformers, model)(settings).train()
+    tokens = torch.randint(50, (2, 8))
+
+    def gradients() -> list[torch.Tensor]:
+        made.zero_grad()
+        torch.manual_seed(1)
+        made(input_ids=tokens, labels=tokens).loss.backward()
+        return [parameter.grad.clone() for parameter in made.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    Trainer(made, torch.optim.SGD(made.parameters())).enable_gradient_checkpointing()
+    chosen = apply(made, "full")
+    assert [type(layer).__name__ for layer in chosen] == [block, block]
+    found = gradients()
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_class_that_is_not_there() -> None:
     model, _ = own()
+    says = r"memory\.checkpoint_modules: Own has no module of a class Block; it repeats Residual"
     with pytest.raises(ConfigError, match=says):
-        apply(model, "full", classes)
+        apply(model, "full", ["Block"])
     with pytest.raises(ConfigError, match=says):
-        Trainer(model, torch.optim.SGD(model.parameters())).enable_gradient_checkpointing(modules=classes)
+        Trainer(model, torch.optim.SGD(model.parameters())).enable_gradient_checkpointing(modules=["Block"])
+
+
+def test_a_model_without_repeated_blocks_is_told_how_to_name_them() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.raises(ConfigError, match=r"Sequential has no block that it repeats.*modules=\[...\].*repeats Linear"):
+        Trainer(model, torch.optim.SGD(model.parameters())).enable_gradient_checkpointing()
 
 
 def test_forward_of_the_instance() -> None:

@@ -42,6 +42,8 @@ _KEPT = frozenset(
         "flex_attention",
     }
 )
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_FEW_BLOCKS = 5
 _BASE = "_frameworm_recomputes"
 _made: dict[tuple[type[nn.Module], Mode], type[nn.Module]] = {}
 
@@ -61,8 +63,8 @@ def apply(
     Args:
         model: Not compiled or wrapped yet.
         mode: `full` recomputes whole layers, `selective` all of them but matrix products and attention, `off` nothing.
-        classes: Class names of the modules to recompute. None: the model's `checkpoint_layers`, or its ModuleList
-            `layers`.
+        classes: Class names of the modules to recompute. None: the model's `checkpoint_layers`, its ModuleList
+            `layers`, or the blocks it repeats.
         whole: `selective` leaves operations that do several products at once in one piece. Else layers that have such
             (`own_kernels`) go without: of one piece all or nothing can be kept.
 
@@ -70,7 +72,7 @@ def apply(
         The modules that recompute.
 
     Raises:
-        ConfigError: The model does not say which layers, or has no module of a class that was named.
+        ConfigError: The model repeats no block, or has no module of a class that was named.
     """
     chosen = [] if mode == "off" else find_layers(model, classes)
     for module in chosen:
@@ -100,12 +102,45 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None = None) -> list[
         layers = getattr(model, "layers", None)
         declared = layers if isinstance(layers, nn.ModuleList) else None
     if declared is None:
+        declared = find_repeated_blocks(model)
+    if not declared:
         raise ConfigError(
-            f"memory.activation_checkpointing: {type(model).__name__} does not say what its layers are; name their "
-            f"classes in memory.checkpoint_modules ({_candidates(model)}), or give the model an attribute "
-            "checkpoint_layers with the modules"
+            f"memory.activation_checkpointing: {type(model).__name__} has no block that it repeats; name the classes "
+            "of the modules to recompute in memory.checkpoint_modules, or in Python "
+            f"enable_gradient_checkpointing(modules=[...]) ({_candidates(model)})"
         )
     return _unique(declared)
+
+
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that make up most of a model: all instances of the repeated class that holds the most parameters.
+
+    Only classes that are made of other modules count, and containers such as `nn.Sequential` do not. A class with very
+    few instances that itself repeats a block (the two towers of a model for text and images) gives way to that block.
+    """
+    blocks: list[nn.Module] = []
+    held = 0
+    for instances in _outermost_by_class(model).values():
+        parameters = {parameter for block in instances for parameter in block.parameters()}
+        size = sum(parameter.numel() for parameter in parameters)
+        finer = len(blocks) < _FEW_BLOCKS and len(instances) > len(blocks) and 2 * size >= held
+        if len(instances) > 1 and size and (finer if blocks and size <= held else size > held):
+            blocks, held = instances, size
+    return blocks
+
+
+def _outermost_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+    """The modules with modules inside them by class, without those that lie in another one of their class."""
+    found: dict[type[nn.Module], list[nn.Module]] = {}
+    inside: dict[type[nn.Module], set[nn.Module]] = {}
+    for module in model.modules():  # a module comes before those inside it
+        kind = type(module)
+        if module is model or kind in _CONTAINERS or not any(True for _ in module.children()):
+            continue
+        if module not in inside.setdefault(kind, set()):
+            found.setdefault(kind, []).append(module)
+            inside[kind].update(module.modules())
+    return found
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
