@@ -107,6 +107,18 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, str], Intent, str, str, str]] =
     ("GPUs", {"gpus": ()}, {}, Intent(), "problem", "torch sees none", "--gpus"),
     ("GPUs", {"gpus": (), "gpu_error": "CUDA unknown error"}, {}, Intent(), "problem", "unknown error", "nvidia-smi"),
     ("GPUs", {"gpus": (), "nvidia_devices": None, "driver": None}, {}, TWO, "problem", "none", "auto"),
+    (
+        "GPUs",
+        {"gpus": (), "nvidia_devices": None, "driver": None},
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        Intent(),
+        "problem",
+        "CUDA_VISIBLE_DEVICES=0,1 names",
+        "unset",
+    ),
+    ("TORCH_CUDA_ARCH_LIST", {}, {"TORCH_CUDA_ARCH_LIST": "7.0;8.6"}, Intent(), "problem", "without 9", '"9.0"'),
+    ("TORCH_CUDA_ARCH_LIST", {}, {"TORCH_CUDA_ARCH_LIST": "10.0+PTX"}, Intent(), "problem", "without 9", "unset"),
+    ("TORCH_CUDA_ARCH_LIST", {}, {"TORCH_CUDA_ARCH_LIST": "Hopper"}, Intent(), "unknown", "Hopper", ""),
     ("GPUs", {}, {}, Intent(processes=3, on_gpu=True), "problem", "3 ranks", "at most 2"),
     ("driver", {"driver": "550.54.15"}, {}, Intent(), "problem", "550.54.15", "580"),
     ("driver", {"driver": "520.1", "torch_cuda": "12.8"}, {}, Intent(), "problem", "520", "525"),
@@ -243,6 +255,8 @@ RIGHT: list[tuple[str, dict[str, Any], dict[str, str], Intent, str]] = [
     ("locked memory", CARDS, {}, TWO, "no limit"),
     ("NCCL_TIMEOUT", {}, {"NCCL_TIMEOUT": "600"}, Intent(), "600 s"),
     ("PYTORCH_ALLOC_CONF", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, TWO, "expandable_segments:True"),
+    ("TORCH_CUDA_ARCH_LIST", {}, {"TORCH_CUDA_ARCH_LIST": "8.0 9.0a"}, Intent(), "9.0a"),
+    ("TORCH_CUDA_ARCH_LIST", {}, {"TORCH_CUDA_ARCH_LIST": "7.0+PTX"}, Intent(), "7.0+PTX"),
     ("left from debugging", {}, {}, Intent(on_gpu=False), "nothing"),
 ]
 

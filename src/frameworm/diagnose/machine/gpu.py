@@ -51,6 +51,12 @@ def _gpus(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> 
     if there:
         remedy = "see nvidia-smi; in a container: docker run --gpus all; under SLURM: --gpus-per-node"
         return Check(name, GROUP, "the driver is there, but torch sees none", "problem", remedy, why)
+    if shown not in (None, "", "-1") and intent.on_gpu is not False:
+        found = f"none, though CUDA_VISIBLE_DEVICES={shown} names some"
+        remedy = (
+            "run on a machine with a GPU (nvidia-smi lists them), or unset CUDA_VISIBLE_DEVICES to train on the CPU"
+        )
+        return Check(name, GROUP, found, "problem", remedy, why)
     if intent.on_gpu:
         remedy = "run on a machine with a GPU, or set gpu.device: auto"
         return Check(name, GROUP, "none, and one is asked for", "problem", remedy, why)

@@ -131,6 +131,19 @@ UNWANTED: tuple[Unwanted, ...] = (
         "every start compiles everything anew",
         lambda facts, intent: intent.compiles,
     ),
+    Unwanted("CUDA_CACHE_DISABLE", "advice", "kernels that the driver compiles are compiled at every start", _on_gpu),
+    Unwanted(
+        "TORCH_CUDNN_V8_API_ENABLED",
+        "advice",
+        "torch uses cuDNN's v8 API by default now, and no longer reads this",
+        _on_gpu,
+        frozenset(),
+    ),
+    Unwanted(
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "advice",
+        "every error of torch looks up its C++ frames, which can take seconds; for debugging only",
+    ),
     Unwanted("PYTHONDEVMODE", "advice", "Python checks itself, which is for debugging"),
     Unwanted(
         "PYTHONTRACEMALLOC", "advice", "Python notes every allocation", values=frozenset({str(n) for n in range(1, 30)})
@@ -150,6 +163,7 @@ def variable_checks(facts: MachineFacts, variables: Mapping[str, str], intent: I
         _nccl_debug(facts, variables, intent),
         _elastic(variables),
         _allocator(facts, variables, intent),
+        _architectures(facts, variables, intent),
     ]
     found = [check for check in checks if check is not None]
     if all(check.verdict == "ok" for check in found):
@@ -223,3 +237,37 @@ def _allocator(facts: MachineFacts, variables: Mapping[str, str], intent: Intent
                 "PYTORCH_ALLOC_CONF", GROUP, value, "advice", remedy, "blocks this small are allocated anew often"
             )
     return Check("PYTORCH_ALLOC_CONF", GROUP, value, "ok", "", why)
+
+
+def _architectures(facts: MachineFacts, variables: Mapping[str, str], intent: Intent) -> Check | None:
+    name = "TORCH_CUDA_ARCH_LIST"
+    value = variables.get(name)
+    if not value or not _on_gpu(facts, intent):
+        return None
+    why = "extensions that are compiled here run only on the GPUs it names"
+    named = _compute_capabilities(value)
+    present = sorted({gpu.capability for gpu in facts.gpus if gpu.capability is not None})
+    if named is None or not present:
+        return Check(name, GROUP, value, "unknown", "", why)
+    missing = [f"{capability:g}" for capability in present if not _runs(capability, named)]
+    if missing:
+        remedy = f'unset it, or {name}="{";".join(f"{capability:.1f}" for capability in present)}"'
+        return Check(name, GROUP, f"{value}, without {', '.join(missing)}", "problem", remedy, why)
+    return Check(name, GROUP, value, "ok", "", why)
+
+
+def _compute_capabilities(value: str) -> list[tuple[float, bool]] | None:
+    """The capabilities in a list such as `8.0;9.0+PTX`, each with whether it has PTX; None where names are used."""
+    found = []
+    for word in value.replace(";", " ").replace(",", " ").split():
+        number, _, more = word.partition("+")
+        try:
+            found.append((float(number.rstrip("af")), more.upper() == "PTX"))
+        except ValueError:
+            return None
+    return found
+
+
+def _runs(capability: float, named: list[tuple[float, bool]]) -> bool:
+    """Compiled code runs on its own major version, from its minor version on; PTX on every later GPU."""
+    return any(built <= capability and (ptx or int(built) == int(capability)) for built, ptx in named)
