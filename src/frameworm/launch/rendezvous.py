@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from frameworm.errors import EnvironmentSetupError
-from frameworm.launch.environment import RUN_ID_PREFIX
+from frameworm.launch.environment import RUN_ID_PREFIX, collective_timeout_s
 from frameworm.launch.plan import LaunchPlan
-from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line, host_store
+from frameworm.launch.stores import PrefixStore, Store, TCPStore, first_line, host_store, join_store
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _SAY_AFTER_S = 15.0
@@ -36,6 +36,10 @@ def make_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHandle
     if plan.rendezvous == "c10d":
         return _elastic_rendezvous(plan, join_timeout_s)
     return FixedRendezvous(plan, join_timeout_s)
+
+
+def _longest_wait_for_an_answer(join_timeout_s: float) -> float:
+    return min(join_timeout_s, collective_timeout_s(_STORE_TIMEOUT.total_seconds()))
 
 
 def new_run_id(plan: LaunchPlan) -> str:
@@ -62,6 +66,7 @@ class FixedRendezvous(RendezvousHandler):
         self._node_rank: int = plan.node_rank
         self._run_id = new_run_id(plan)
         self._join_timeout_s = join_timeout_s
+        self._answer_s = _longest_wait_for_an_answer(join_timeout_s)
         self._store: TCPStore | None = None
         self._round = 0
 
@@ -99,7 +104,7 @@ class FixedRendezvous(RendezvousHandler):
         try:
             if is_master:
                 return host_store(address, port, _STORE_TIMEOUT)
-            return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+            return join_store(address, port, self._answer_s)
         except (DistError, OSError) as error:
             if is_master:
                 raise EnvironmentSetupError(
@@ -210,6 +215,7 @@ def _elastic_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHa
     so both are settled here.
     """
     address, port = plan.master_address, plan.master_port
+    answer_s = _longest_wait_for_an_answer(join_timeout_s)
     local_address = address_towards(address)
     store: TCPStore | None = None
     if plan.node_rank == 0 if plan.node_rank is not None else is_own_address(address):
@@ -218,8 +224,8 @@ def _elastic_rendezvous(plan: LaunchPlan, join_timeout_s: float) -> RendezvousHa
             store = host_store(address, port, _STORE_TIMEOUT)
     if store is None:
         try:
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        except DistError as error:
+            store = join_store(address, port, answer_s)
+        except OSError as error:
             raise EnvironmentSetupError(
                 f"cannot reach the rendezvous at {address}:{port} (--rdzv-endpoint): {first_line(error)}"
             ) from error

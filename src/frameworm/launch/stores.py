@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import shutil
 import socket
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +23,7 @@ from frameworm.launch.environment import ProcessInfo, agent_hosts_store, launch_
 from frameworm.records.atomic import check_private, private_folder, replacing
 from frameworm.records.reading import read_text
 
-__all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "host_store", "open_store"]
+__all__ = ["PrefixStore", "Store", "TCPStore", "first_line", "host_store", "join_store", "open_store"]
 
 
 def open_store(info: ProcessInfo, limit_s: float) -> Store:
@@ -42,16 +48,9 @@ def open_store(info: ProcessInfo, limit_s: float) -> Store:
         if is_master:
             store = host_store(info.master_address, info.master_port, timedelta(seconds=limit_s), info.world_size)
         else:
-            store = TCPStore(
-                info.master_address,
-                info.master_port,
-                info.world_size,
-                is_master=False,
-                timeout=timedelta(seconds=limit_s),
-                wait_for_workers=False,
-            )
+            store = join_store(info.master_address, info.master_port, limit_s, info.world_size)
     except (DistError, OSError) as error:
-        doing = "listen on" if is_master else "reach"
+        doing = "listen on" if is_master else "join the job at"
         raise EnvironmentSetupError(
             f"rank {info.rank} cannot {doing} {info.master_address}:{info.master_port} (MASTER_ADDR, MASTER_PORT): "
             f"{first_line(error)}"
@@ -88,6 +87,86 @@ def host_store(address: str, port: int, timeout: timedelta, world_size: int | No
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
         )
+
+
+def join_store(address: str, port: int, limit_s: float, world_size: int | None = None) -> TCPStore:
+    """Join the store that another process of this job hosts.
+
+    torch waits without a deadline for a host that accepts the connection and then says nothing, and prints C++ frames
+    about one that answers with something else. So it connects in a thread that can be left behind, and what it prints
+    is shown only if it succeeds.
+
+    Args:
+        address: Name or address of the host.
+        port: Its port.
+        limit_s: Longest wait, and later the longest wait of an operation.
+        world_size: Number of clients, where it is known.
+
+    Raises:
+        OSError: Nothing listens there within the limit, or what listens is no store.
+    """
+    made: list[TCPStore] = []
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        timeout = timedelta(seconds=limit_s)
+        try:
+            made.append(TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            failures.append(error)
+
+    with _standard_error_held_back() as show:
+        thread = threading.Thread(target=connect, name="join store", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + limit_s
+        while thread.is_alive() and time.monotonic() < deadline:  # in short waits, so that Ctrl-C works meanwhile
+            thread.join(0.1)
+        if made:
+            show()
+            return made[0]
+    why = f" ({first_line(failures[0])})" if failures else ""
+    if _accepts_connections(address, port):
+        raise OSError(
+            f"a program accepts connections there, but did not answer as rank 0 of this job within {limit_s:.0f} s"
+            f"{why}; if another program uses the port, set another MASTER_PORT for all ranks"
+        )
+    raise OSError(
+        f"nothing listened there within {limit_s:.0f} s{why}; start rank 0 on that host, and check that no firewall "
+        "closes the port"
+    )
+
+
+@contextlib.contextmanager
+def _standard_error_held_back() -> Iterator[Callable[[], None]]:
+    """Keep what anything in this process prints to standard error from the screen, unless `show` is called."""
+    shown = False
+
+    def show() -> None:
+        nonlocal shown
+        shown = True
+
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield show
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            if shown:
+                held.seek(0)
+                with os.fdopen(2, "wb", closefd=False) as screen:
+                    shutil.copyfileobj(held, screen)
+
+
+def _accepts_connections(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _open_spawn_store(info: ProcessInfo, limit_s: float) -> Store:
