@@ -48,7 +48,7 @@ def train_plain(recipe: Recipe, accumulation: int, epochs: int = EPOCHS) -> Trai
             optimizer.zero_grad()
             counts = [recipe.count(batch) for batch in batches]
             for batch, count in zip(batches, counts):
-                loss = recipe.loss(batch)
+                loss = recipe.loss(model, batch)
                 (loss if len(batches) == 1 else loss * (count / sum(counts))).backward()
                 total += loss.item() * count
                 weight += count
@@ -85,7 +85,7 @@ def train_plain_ranks(recipe: Recipe, shares: list[list[list[list[list[int]]]]],
                 torch.set_rng_state(random[rank])
                 for micro in share:
                     batch = recipe.batch_of(micro)
-                    loss, count = recipe.loss(batch), recipe.count(batch)
+                    loss, count = recipe.loss(model, batch), recipe.count(batch)
                     (loss * (count / everything)).backward()
                     total += loss.item() * count
                     weight += count
@@ -104,12 +104,13 @@ def train_plain_ranks(recipe: Recipe, shares: list[list[list[list[list[int]]]]],
 
 def _end_epoch(recipe: Recipe, trained: Trained) -> None:
     """Validate, and step a scheduler that waits for the end of an epoch."""
-    recipe.model.eval()
+    model = recipe.model
+    model.eval()
     total = weight = 0.0
     with torch.no_grad():
         for batch in recipe.validation:
             count = recipe.count(batch)
-            total += recipe.loss(batch).item() * count
+            total += recipe.loss(model, batch).item() * count
             weight += count
     trained.val_losses.append(total / weight)
     if recipe.scheduler is not None and recipe.per == "epoch":

@@ -32,8 +32,8 @@ class RankPair:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        preloaded = ["torch", "torch._dynamo", "frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
-        self._context.set_forkserver_preload(preloaded)
+        ours = ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", *ours])
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -41,7 +41,7 @@ class RankPair:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop()
+        self.stop(orderly=True)
 
     def call(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
         """The results of `function(rank, *args)` on both ranks.
@@ -93,10 +93,17 @@ class RankPair:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def stop(self) -> None:
-        """End both ranks, with all that they started."""
+    def stop(self, orderly: bool = False) -> None:
+        """End both ranks, with all that they started.
+
+        Args:
+            orderly: They wait for the next call, so they can end by themselves.
+        """
         for connection in self._connections:
             connection.close()
+        if orderly:
+            for process in self._processes:
+                process.join(GRACE_S)
         family: list[psutil.Process] = []
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -114,9 +121,10 @@ def _serve(rank: int, connection: Connection, environ: dict[str, str]) -> None:
     """Body of a rank: answer calls until the other end of the connection is gone."""
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that a user starts; here it were forkserver
     import torch
 
-    from frameworm.distributed import setup_ddp
+    from frameworm.distributed import cleanup, setup_ddp
 
     torch.set_num_threads(1)
     setup_ddp(rank, RANKS, backend="gloo", timeout_s=GROUP_TIMEOUT_S)
@@ -128,5 +136,4 @@ def _serve(rank: int, connection: Connection, environ: dict[str, str]) -> None:
             except BaseException:
                 answer = (False, traceback.format_exc())
             connection.send(answer)
-    # Without the regular end: a collective that nobody will answer would hold the process.
-    os._exit(0)
+    cleanup(aborting=True)

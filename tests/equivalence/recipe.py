@@ -39,7 +39,7 @@ class Recipe:
         loss_fn: As a user hands it over: `(output, target)`, or `(model, batch)` where a batch shows no target.
         criterion: The module that holds the loss's own parameters.
         per: When the scheduler is to be stepped: per step, per epoch, or per epoch with the metric.
-        loss: The loss of a batch, as a plain loop writes it.
+        loss: The loss of a model and a batch, as a plain loop writes it.
         count: What that loss is the mean over.
         batch_of: The batch that a loader makes of some samples.
     """
@@ -52,7 +52,7 @@ class Recipe:
     validation: Any
     loss_fn: Callable[..., Any] | None
     criterion: nn.Module | None
-    loss: Callable[[Any], torch.Tensor]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
     count: Callable[[Any], float]
     batch_of: Callable[[list[int]], Any]
 
@@ -94,11 +94,11 @@ def build(cell: Cell, rank: int = 0) -> Recipe:
     samples = Samples(SAMPLES, SEED, augmented=loader.augments and cell.ranks == 1)
     train = loader.build(samples, BATCH // cell.ranks, batch.collate, rank, cell.ranks)
 
-    def compute(given: Any) -> torch.Tensor:
+    def compute(called: nn.Module, given: Any) -> torch.Tensor:
         if loss.of_model:
-            return output.loss(batch.call_with_loss(model, given))
+            return output.loss(batch.call_with_loss(called, given))
         labels = batch.labels(batch.target(given))
-        return loss.compute(criterion, output.scores(batch.call(model, given)), labels)
+        return loss.compute(criterion, output.scores(batch.call(called, given)), labels)
 
     return Recipe(
         model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ EQUAL, REFUSED, WRONG = "equal", "refused", "wrong"
 # Several micro-batches or ranks add the same numbers in another order. In float32 that is about 1e-7 of a gradient, which
 # 16 steps of these optimizers make larger; a sample too many or of the wrong weight is at least 1e-3.
 TOLERANCE = 5e-5
-INTERRUPT_IN = 12  # the forward pass in which Ctrl-C comes: in the middle of the second epoch
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,9 @@ class Ours:
     error: str = ""
 
 
+Make = Callable[[Cell, int], Recipe]
+
+
 class Watch(Callback):
     """Keeps the rate of every step."""
 
@@ -56,7 +58,7 @@ class Watch(Callback):
 
 
 def judge(cell: Cell, pair: RankPair, deadline_s: float = 60.0) -> Verdict:
-    """Run a cell and compare; a `pair` starts its processes when the first cell needs them."""
+    """Run a cell and compare; the pair starts its processes when the first cell needs them."""
     with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
         if cell.ranks == 1:
             results = [train_ours(0, cell, folder)]
@@ -72,7 +74,20 @@ def judge(cell: Cell, pair: RankPair, deadline_s: float = 60.0) -> Verdict:
     refusals = [result.refused for result in results if result.refused]
     if refusals:
         return _refused(cell, refusals)
-    differences = list(_differences(cell, [result.trained for result in results if result.trained is not None]))
+    trained = [result.trained for result in results if result.trained is not None]
+    differences = list(_alone(cell, trained[0], build) if cell.ranks == 1 else _together(cell, trained))
+    return Verdict(cell, WRONG, "; ".join(differences)) if differences else Verdict(cell, EQUAL)
+
+
+def judge_drawn(cell: Cell, make: Make, interrupt_in: int | None) -> Verdict:
+    """Run something that is no option of the axes, in one process; any refusal before the first step is right."""
+    with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
+        result = train_ours(0, cell, folder, make, interrupt_in)
+    if result.error:
+        return Verdict(cell, WRONG, result.error)
+    if result.refused or result.trained is None:
+        return Verdict(cell, REFUSED, result.refused)
+    differences = list(_alone(cell, result.trained, make))
     return Verdict(cell, WRONG, "; ".join(differences)) if differences else Verdict(cell, EQUAL)
 
 
@@ -85,22 +100,25 @@ def _refused(cell: Cell, refusals: list[str]) -> Verdict:
     return Verdict(cell, REFUSED, refusals[0])
 
 
-def train_ours(rank: int, cell: Cell, folder: str) -> Ours:
+def train_ours(rank: int, cell: Cell, folder: str, make: Make = build, interrupt_in: int | None = None) -> Ours:
     """Train a cell with frameworm, with a Ctrl-C and a resume by a second trainer where the cell says so."""
+    if interrupt_in is None:
+        # In the second epoch. Ranks agree on a step to stop before, which with few steps takes most of them.
+        interrupt_in = 12 if cell.ranks == 1 or cell.accumulation == 1 else 4
     watch = Watch()
     seen: list[list[int]] = []
     recipes: list[Recipe] = []
     try:
         if cell.resumed:
-            recipes.append(build(cell, rank))
-            recipes[0].model.interrupt_in = INTERRUPT_IN
+            recipes.append(make(cell, rank))
+            recipes[0].model.interrupt_in = interrupt_in
             try:
                 _train(recipes[0], cell, rank, watch, Path(folder) / "run")
             except KeyboardInterrupt:
                 seen += recipes[0].model.seen
             else:
                 return Ours(error="the run did not stop at Ctrl-C")
-        recipes.append(build(cell, rank))
+        recipes.append(make(cell, rank))
         record = _train(recipes[-1], cell, rank, watch, Path(folder) / "run" if cell.resumed else None, bool(seen))
         seen += recipes[-1].model.seen
         rates = [rate for _, rate in sorted(watch.rates.items())]
@@ -148,28 +166,31 @@ def _seed(rank: int) -> int:
     return SEED + 100 + rank
 
 
-def _differences(cell: Cell, ours: list[Trained]) -> Iterator[str]:
-    """What differs from the plain loop."""
-    if cell.ranks == 1:
-        recipe = build(cell)
-        torch.manual_seed(_seed(0))
-        try:
-            plain = train_plain(recipe, cell.accumulation)
-        finally:
-            recipe.close()
-        if ours[0].seen != plain.seen:
-            yield _other_samples(ours[0].seen[0], plain.seen[0])
-    else:
-        micro = [seen for result in ours for seen in result.seen]
-        problem = uncovered(cell, micro)
-        if problem:
-            yield problem
-            return
-        for name, value in ours[0].state.items():
-            if not name.startswith("final") and "running" not in name and not torch.equal(value, ours[1].state[name]):
-                yield f"{name} differs between the ranks by {_distance(value, ours[1].state[name]):.1e}"
-        plain = train_plain_ranks(build(cell), shares_of(cell, micro), [_seed(rank) for rank in range(cell.ranks)])
-    yield from compare(ours[0], plain, 0.0 if cell.bitwise else TOLERANCE)
+def _alone(cell: Cell, ours: Trained, make: Make) -> Iterator[str]:
+    """What differs from the plain loop in one process."""
+    recipe = make(cell, 0)
+    torch.manual_seed(_seed(0))
+    try:
+        plain = train_plain(recipe, cell.accumulation)
+    finally:
+        recipe.close()
+    if ours.seen != plain.seen:
+        yield _other_samples(ours.seen[0], plain.seen[0])
+    yield from compare(ours, plain, 0.0 if cell.bitwise else TOLERANCE)
+
+
+def _together(cell: Cell, ours: list[Trained]) -> Iterator[str]:
+    """What differs from the plain loop on ranks, given the samples that each rank trained on."""
+    seen = [passes for result in ours for passes in result.seen]
+    problem = uncovered(cell, seen)
+    if problem:
+        yield problem
+        return
+    for name, value in ours[0].state.items():
+        if name.startswith(("model", "loss")) and not torch.equal(value, ours[1].state[name]):
+            yield f"{name} differs between the ranks by {_distance(value, ours[1].state[name]):.1e}"
+    plain = train_plain_ranks(build(cell), shares_of(cell, seen), [_seed(rank) for rank in range(cell.ranks)])
+    yield from compare(ours[0], plain, TOLERANCE)
 
 
 def compare(ours: Trained, plain: Trained, tolerance: float) -> Iterator[str]:
