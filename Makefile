@@ -2,10 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Of the equivalence campaign: another seed trains other cells.
+CELLS ?= 1000
+SEED ?= 1
 # One more than there are cores: many tests wait for processes to start or for delays they injected.
 JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help setup demo test kernels lint format bench campaign docs clean
+.PHONY: help setup demo test equivalence kernels lint format bench campaign docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
 
@@ -30,6 +33,9 @@ test: $(STAMP)  ## the whole test suite, in parallel, SLURM beside it; what meas
 	wait $$cluster || failed=1; cat "$$log"; exit $$failed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timing tests
 
+equivalence: $(STAMP)  ## train 250 ways beside a plain loop and write docs/equivalence.md: about ten minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py
+
 kernels: $(STAMP)  ## the tests of the Triton kernels where there is no GPU, in triton's interpreter
 	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target .venv/triton triton==3.9.0
@@ -53,7 +59,7 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
 
-campaign: $(STAMP)  ## long checks, about an hour: verdicts, a thousand kills and faults, powersgd 50 times of 50, guard, fuzzing
+campaign: $(STAMP)  ## long checks, about three hours: verdicts, kills, faults, powersgd, guard, fuzzing, equivalence, a soak
 	@$(BIN)/python benchmarks/diagnosis.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crash_campaign.py --kills 1000
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/compression/test_compression_hook.py -k again_and_again
@@ -61,6 +67,9 @@ campaign: $(STAMP)  ## long checks, about an hour: verdicts, a thousand kills an
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/engine/test_engine_fuzz.py
 	@$(BIN)/python benchmarks/elastic_campaign.py --kills 20
 	@$(BIN)/python benchmarks/fault_campaign.py --runs 1000
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 3600 tests/equivalence/test_equivalence_drawn.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py --check --cells $(CELLS) --seed $(SEED)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 30
 
 clean:  ## remove what the targets made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

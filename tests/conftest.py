@@ -157,6 +157,15 @@ def run_ranks(_rank_context: Any) -> Iterator[Callable[..., list[Any]]]:
     _kill(started)
 
 
+@pytest.fixture(scope="session")
+def pair(_rank_context: Any) -> Iterator[Any]:
+    """A `RankPair`: two gloo ranks that serve one call after another; they start with the first."""
+    from rank_pair import RankPair
+
+    with RankPair(_rank_context) as made:
+        yield made
+
+
 def _wait(processes: list[BaseProcess], deadline: float) -> None:
     """Until all have ended, one has failed (the others then get two seconds), or time is up."""
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

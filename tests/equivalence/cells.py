@@ -41,7 +41,9 @@ class Cell:
     resumed: bool = False
 
     def __str__(self) -> str:
-        words = [str(getattr(self, field.name)) for field in fields(self) if field.name not in ("accumulation", "resumed")]
+        words = [
+            str(getattr(self, field.name)) for field in fields(self) if field.name not in ("accumulation", "resumed")
+        ]
         return ", ".join([*words, f"accumulation {self.accumulation}", *(["resumed"] if self.resumed else [])])
 
     @property

@@ -482,9 +482,7 @@ class WorkersLoader(MapLoader):
     augments = True
 
     def build(self, samples: Samples, batch_size: int, collate: Callable[..., Any], rank: int, ranks: int) -> Any:
-        return DataLoader(
-            samples, batch_size, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=collate
-        )
+        return DataLoader(samples, batch_size, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=collate)
 
 
 LOADERS = named([MapLoader, IterableLoader, BatchSamplerLoader, GeneratorLoader, FunctionLoader, WorkersLoader])
@@ -670,11 +668,11 @@ class OwnLoss(FunctionLoss):
     given = False
 
 
-CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
 class WeightedLoss(FunctionLoss):
-    """Returns (loss, count), the count being the sum of the samples' weights."""
+    """Returns (loss, count), the count being the sum of the samples' weights, which are whole numbers."""
 
     name = "weighted"
 

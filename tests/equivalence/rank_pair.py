@@ -28,12 +28,18 @@ class RankError(Exception):
 
 
 class RankPair:
-    """Runs functions on two ranks; leaves no process behind."""
+    """Runs functions on two ranks; leaves no process behind.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        ours = ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", *ours])
+    Args:
+        context: Starts the processes; a server that has imported torch unless given.
+    """
+
+    def __init__(self, context: Any = None) -> None:
+        self._context = context
+        if context is None:
+            self._context = multiprocessing.get_context("forkserver")
+            ours = ["frameworm.distributed", "frameworm.engine.run", "frameworm.parallel.sharded"]
+            self._context.set_forkserver_preload(["torch", "torch._dynamo", *ours])
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 

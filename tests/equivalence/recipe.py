@@ -137,8 +137,10 @@ def _loss_function(loss: Any, batch: Any, output: Any, criterion: nn.Module | No
         return of_pair(batch.call(model, given), batch.target(given), module)
 
     if criterion is None:
-        return (lambda result, target: of_pair(result, target)) if batch.has_target else (
-            lambda model, given: of_batch(model, given)
+        return (
+            (lambda result, target: of_pair(result, target))
+            if batch.has_target
+            else (lambda model, given: of_batch(model, given))
         )
 
     class PairCriterion(Criterion):

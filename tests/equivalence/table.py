@@ -40,7 +40,7 @@ pair of options, `make campaign` a thousand more.
 """
 
 
-def run(cells: Sequence[Cell], deadline_s: float = 60.0) -> list[Verdict]:
+def run(cells: Sequence[Cell], deadline_s: float = 120.0) -> list[Verdict]:
     """The verdict on each cell; says on stderr how far it is, and what is wrong at once."""
     verdicts = []
     begun = time.monotonic()
@@ -83,7 +83,9 @@ def write(verdicts: Sequence[Verdict], sentence: str) -> str:
             continue
         for option in options:
             counts = [
-                Counter(item.kind for item in verdicts if getattr(item.cell, axis) == option and item.cell.strategy == name)
+                Counter(
+                    item.kind for item in verdicts if getattr(item.cell, axis) == option and item.cell.strategy == name
+                )
                 for name in strategies
             ]
             entries = " | ".join(" / ".join(str(count[kind]) for kind in KINDS) for count in counts)

@@ -25,7 +25,9 @@ def test_two_ranks_train_as_a_plain_loop(cell: Cell, pair: RankPair) -> None:
 
 
 def test_the_cells_hold_every_pair_of_options() -> None:
-    held = {((one, getattr(cell, one)), (other, getattr(cell, other))) for cell in PAIRS for one in AXES for other in AXES}
+    held = {
+        ((one, getattr(cell, one)), (other, getattr(cell, other))) for cell in PAIRS for one in AXES for other in AXES
+    }
     assert combinations(2) <= held
     assert all(excluded(vars(cell)) is None for cell in PAIRS)
     assert cover(2)[0] == PAIRS, "the same cells every time"

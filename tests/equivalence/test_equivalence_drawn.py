@@ -344,4 +344,3 @@ def test_any_sizes_groups_and_interruptions(drawn: Numbers) -> None:
     check(verdict)
     nothing = passes == 0 or all(group < 0 for group in drawn.groups)
     assert (verdict.kind == REFUSED) == nothing, verdict.detail
-

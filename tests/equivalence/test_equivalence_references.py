@@ -58,7 +58,9 @@ def test_one_rank_alone_is_the_plain_loop(layer: str) -> None:
 def test_accumulation_is_one_large_batch() -> None:
     cell = Cell(loss="weighted", loader="function", accumulation=3)
     recipe = build(cell)
-    whole = [recipe.batch_of(list(range(begin, min(begin + 3 * BATCH, SAMPLES)))) for begin in range(0, SAMPLES, 3 * BATCH)]
+    whole = [
+        recipe.batch_of(list(range(begin, min(begin + 3 * BATCH, SAMPLES)))) for begin in range(0, SAMPLES, 3 * BATCH)
+    ]
     recipe.train = whole
     assert list(compare(train_plain(recipe, 1), train_plain(build(cell), 3), TOLERANCE)) == []
 

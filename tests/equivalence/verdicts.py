@@ -57,7 +57,7 @@ class Watch(Callback):
         self.rates[step.step] = step.lr
 
 
-def judge(cell: Cell, pair: RankPair, deadline_s: float = 60.0) -> Verdict:
+def judge(cell: Cell, pair: RankPair, deadline_s: float = 120.0) -> Verdict:
     """Run a cell and compare; the pair starts its processes when the first cell needs them."""
     with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
         if cell.ranks == 1:
@@ -135,7 +135,9 @@ def train_ours(rank: int, cell: Cell, folder: str, make: Make = build, interrupt
             recipe.close()
 
 
-def _train(recipe: Recipe, cell: Cell, rank: int, watch: Watch, run_dir: Path | None, resume: bool = False) -> RunRecord:
+def _train(
+    recipe: Recipe, cell: Cell, rank: int, watch: Watch, run_dir: Path | None, resume: bool = False
+) -> RunRecord:
     settings: dict[str, Any] = {"run_dir": run_dir, "device": "cpu", "enable_automatic_gc": False}
     if recipe.per == "epoch":
         settings.update(dict.fromkeys(interval_settings(), "epoch"))
