@@ -9,9 +9,10 @@ trainers with new models and loaders. The first training is not stopped. After e
 - the loss of every step, the losses of every epoch and all parameters must be bitwise those of the first training;
 - memory, GPU memory, open files, threads, child processes, Python objects and tensors that are alive are counted.
 
-The trend of each count is a Theil-Sen slope over the second half, when caches are full. It is a leak where even the lower
-end of its 95% interval is above the bound. The trend of the step time is reported and not judged: it follows whatever
-else the machine does. Results go to benchmarks/results/soak-DEVICE.json; the exit code is 1 for a leak or a drift.
+The trend of each count is a Theil-Sen slope over the second half, when caches are full. It is a leak where even the
+lower end of its 95% interval is above the bound. The trend of the step time is reported and not judged: it follows
+whatever else the machine does. Results go to benchmarks/results/soak-DEVICE.json; the exit code is 1 for a leak or a
+drift.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from frameworm import Callback, Trainer
 
 SAMPLES, BATCH, ACCUMULATION, EPOCHS = 94, 8, 3, 3
-STEPS = EPOCHS * -(-(-(-SAMPLES // BATCH)) // ACCUMULATION)
+STEPS = EPOCHS * math.ceil(SAMPLES / BATCH / ACCUMULATION)
 MOST_POINTS = 500  # of a series, when its trend is found
 LEAST_POINTS = 12  # fewer prove nothing: some caches may not be full yet
 KEPT_POINTS = 100  # of a series, in the results

@@ -1,4 +1,4 @@
-"""Cells: one option of each axis. Which combinations exist, which may be refused and why, and how few cover all pairs."""
+"""Cells: one option of each axis. Which exist, which may be refused and why, and how few hold every pair of options."""
 
 from __future__ import annotations
 

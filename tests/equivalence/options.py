@@ -1,4 +1,4 @@
-"""The options of each axis: how people write their outputs, batches, loaders, optimizers, schedulers, losses and layers.
+"""The options of each axis: how people write outputs, batches, loaders, optimizers, schedulers, losses and layers.
 
 An option is one small class that says how it is built and how a plain PyTorch loop would use it. Nothing here knows
 frameworm. To grow the suite, add a class to the axis it belongs to.
@@ -109,7 +109,7 @@ class DictOutput(TensorOutput):
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """As the class of this name in transformers: items by name or number, or as attributes; what is None is left out."""
+    """As the class of this name in transformers: items by name, number or attribute; what is None is left out."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__({name: item for name, item in items.items() if item is not None})

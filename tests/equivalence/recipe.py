@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ class Recipe:
 
 def steps_per_epoch(accumulation: int) -> int:
     """Steps in an epoch, the same on one rank and on two."""
-    return -(-(-(-SAMPLES // BATCH)) // accumulation)
+    return math.ceil(math.ceil(SAMPLES / BATCH) / accumulation)
 
 
 def build(cell: Cell, rank: int = 0) -> Recipe:

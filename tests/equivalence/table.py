@@ -1,7 +1,7 @@
 """Train cells with frameworm and with the plain loop, and write the table of verdicts.
 
-    python tests/equivalence/table.py                                   # all pairs and 200 cells more: docs/equivalence.md
-    python tests/equivalence/table.py --check --cells 1000 --seed 5     # a campaign: nothing is written
+    python tests/equivalence/table.py                                # all pairs and 200 cells more: docs/equivalence.md
+    python tests/equivalence/table.py --check --cells 1000 --seed 5  # a campaign: nothing is written
 
 The exit code is 1 where a cell is wrong or fewer than 90% are equal.
 """
@@ -25,18 +25,18 @@ KINDS = (EQUAL, REFUSED, WRONG)
 INTRODUCTION = """\
 # Equivalence with a plain loop
 
-A *cell* is one way to train: one option of each axis below. Each cell is trained twice, by frameworm and by a plain PyTorch
-loop, and everything that the two leave behind is compared: parameters and buffers of the model and of the loss, the rate of
-every step, the training and validation loss of every epoch, and which samples were trained. *Resumed* cells are stopped by
-Ctrl-C in the middle of an epoch and go on in a new `Trainer`; the plain loop is never stopped.
+A *cell* is one way to train: one option of each axis below. Each cell is trained twice, by frameworm and by a plain
+PyTorch loop, and everything that the two leave behind is compared: parameters and buffers of the model and of the loss,
+the rate of every step, the training and validation loss of every epoch, and which samples were trained. *Resumed* cells
+are stopped by Ctrl-C in the middle of an epoch and go on in a new `Trainer`; the plain loop is never stopped.
 
-- **equal**: bitwise in one process without accumulation. With several micro-batches or ranks the same numbers are added in
-  another order, and a value may differ by 5e-5 (of itself, where it is above 1).
+- **equal**: bitwise in one process without accumulation. With several micro-batches or ranks the same numbers are added
+  in another order, and a value may differ by 5e-5 (of itself, where it is above 1).
 - **refused**: an error that says why, before the first step; the list below holds every reason.
 - **wrong**: anything else.
 
-`make equivalence` writes this page; the code is in `tests/equivalence/`. The test suite trains the cells that hold every
-pair of options, `make campaign` a thousand more.
+`make equivalence` writes this page; the code is in `tests/equivalence/`. The test suite trains the cells that hold
+every pair of options, `make campaign` a thousand more.
 """
 
 
@@ -61,8 +61,8 @@ def choose(more: int, seed: int) -> tuple[list[Cell], str]:
     threes, missing = cover(3, seed=seed, most=more) if more else ([], len(combinations(3)))
     all_threes = len(combinations(3))
     return list(dict.fromkeys([*pairs, *threes])), (
-        f"{len(pairs)} cells hold every pair of options that can be combined; {more} more, drawn with seed {seed}, hold "
-        f"{(all_threes - missing) / all_threes:.0%} of all threes."
+        f"{len(pairs)} cells hold every pair of options that can be combined; {more} more, drawn with seed {seed}, "
+        f"hold {(all_threes - missing) / all_threes:.0%} of all threes."
     )
 
 

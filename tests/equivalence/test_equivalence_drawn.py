@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +35,8 @@ some = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-# Trees: tensors among other things, in containers of any kind. A tree is a name, which stands for a tensor, a `Thing`, or
-# (kind of container, parts).
+# Trees: tensors among other things, in containers of any kind. A tree is a name, which stands for a tensor, a `Thing`,
+# or (kind of container, parts).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def trees(draw: st.DrawFn, names: tuple[str, ...], deepest: int = 3) -> Any:
         borders = sorted(draw(st.sets(st.integers(1, max(1, len(part) - 1)), max_size=2)) & set(range(1, len(part))))
         cuts = [0, *borders, len(part)]
         return draw(st.sampled_from(sorted(CONTAINERS))), [
-            grow(part[one:other], depth + 1) for one, other in zip(cuts, cuts[1:])
+            grow(part[one:other], depth + 1) for one, other in itertools.pairwise(cuts)
         ]
 
     return grow(leaves, 0)

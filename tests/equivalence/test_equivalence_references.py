@@ -127,7 +127,7 @@ def test_ranks_played_by_one_process_train_as_torch_does(cell: Cell, pair: RankP
 @pytest.mark.slow
 def test_plain_fsdp_cannot_train_sparse_gradients(pair: RankPair) -> None:
     """The reason of a refusal that is allowed."""
-    with pytest.raises(RankError, match="(?i)sparse|not implemented|could not run"):
+    with pytest.raises(RankError, match=r"(?i)sparse|not implemented|could not run"):
         pair.call(by_torch, Cell(strategy="zero3", layer="sparse"))
 
 

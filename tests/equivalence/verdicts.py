@@ -21,8 +21,8 @@ from frameworm.distributed import DDPTrainer, DistributedTrainer
 from frameworm.errors import FramewormError
 
 EQUAL, REFUSED, WRONG = "equal", "refused", "wrong"
-# Several micro-batches or ranks add the same numbers in another order. In float32 that is about 1e-7 of a gradient, which
-# 16 steps of these optimizers make larger; a sample too many or of the wrong weight is at least 1e-3.
+# Several micro-batches or ranks add the same numbers in another order. In float32 that is about 1e-7 of a gradient,
+# which 16 steps of these optimizers make larger; a sample too many or of the wrong weight is at least 1e-3.
 TOLERANCE = 5e-5
 
 
@@ -224,7 +224,7 @@ def _other_samples(ours: list[list[int]], plain: list[list[int]]) -> str:
 
 
 def uncovered(cell: Cell, seen: list[list[list[int]]]) -> str | None:
-    """What is wrong with the samples that the ranks trained on, by rank and forward pass: each belongs to each epoch once."""
+    """What is wrong with the samples of the ranks, by rank and forward pass: each belongs to every epoch once."""
     expected = EPOCHS * -(-SAMPLES // BATCH)
     if any(len(passes) != expected for passes in seen):
         return f"{' and '.join(str(len(passes)) for passes in seen)} forward passes on the ranks instead of {expected}"
