@@ -151,18 +151,21 @@ def _refuses(rank: int, world_size: int) -> list[str]:
     attempt("zero1", mixed, make_optimizer("adamw", mixed))
     model, _ = make("plain")
     attempt("zero3", model, make_optimizer("adamw", model), compile_model=True)
+    model, _ = make("plain")
+    model.table = torch.nn.Embedding(4, 4, sparse=True)
+    attempt("zero2", model, make_optimizer("adamw", model))
     return messages
 
 
 @pytest.mark.slow
 def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
     expected = [
-        "nothing",  # zero1 takes its share of the state
-        *["StateError: the optimizer has taken steps already"] * 2,
+        *["StateError: the optimizer has taken steps already"] * 3,
         "ModelError: strategy zero3 divides parameters by their first dimension, and scale has none",
         "ModelError: strategy zero2 needs parameters of one type: scale is float32 and first.weight is float64",
         "ModelError: strategy zero1 cannot divide this optimizer's state",
         "ConfigError: gpu.compile_model: a compiled model cannot be divided by strategy zero3",
+        "ModelError: strategy zero2 cannot divide sparse gradients, which table has",
     ]
     for messages in run_ranks(_refuses, 2, timeout_s=DEADLINE_S):
         for message, begin in zip(messages, expected, strict=True):

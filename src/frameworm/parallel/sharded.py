@@ -34,13 +34,17 @@ from frameworm.parallel.replicated import DDPStrategy
 from frameworm.parallel.shards import HeldState, StoredTensor, loaded, own_part, shard_of
 from frameworm.parallel.strategy import Strategy, check_trainable
 from frameworm.parallel.units import check_shardable, find_units
-from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer, rebuild_sharded
+from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer, holds_divided_state, rebuild_sharded
 
 
 class ZeRO1Strategy(DDPStrategy):
     """DDP in which every rank keeps the optimizer's state of its share of the parameters, and updates only that."""
 
     name = "zero1"
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not holds_divided_state(optimizer):
+            _refuse_state(optimizer, self.name)
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._given = optimizer

@@ -67,6 +67,12 @@ def check_shardable(model: nn.Module, strategy: str) -> None:
                 f"strategy {strategy} needs parameters of one type: {first[0]} is {_word(first[1])} and {name} is "
                 f"{_word(parameter)}; use ddp, or gpu.mixed_precision instead of a model in two types"
             )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
+            raise ModelError(
+                f"strategy {strategy} cannot divide sparse gradients, which {name or type(module).__name__} has; make "
+                "it with sparse=False, or use ddp or zero1"
+            )
 
 
 def _word(parameter: nn.Parameter) -> str:

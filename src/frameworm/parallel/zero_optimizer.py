@@ -20,6 +20,9 @@ with warnings.catch_warnings():
 _SCALER_FLAGS = ("grad_scale", "found_inf")
 
 
+_DIVIDED = "_frameworm_divided"
+
+
 class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
     """An optimizer whose state is divided among the ranks, parameter by parameter.
 
@@ -111,6 +114,12 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
         self.optim.state.update({parameter: state for parameter, state in given.state.items() if parameter in own})
         self._given = given
         given.state = self.optim.state
+        given.__dict__[_DIVIDED] = True
+
+
+def holds_divided_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds this rank's share of a state, from an earlier training under zero1."""
+    return _DIVIDED in vars(optimizer)
 
 
 def rebuild_sharded(optimizer: torch.optim.Optimizer) -> ZeROStage1Optimizer:

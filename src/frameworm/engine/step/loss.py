@@ -76,6 +76,7 @@ class LossFunction:
         self._target_name: str | None = None
         self._class_dimension: int | None = None
         self._counts: bool | None = None
+        self._takes_logits: bool | None = None
         self._way: Callable[[nn.Module, Any], Computed] | None = None
         self._accuracy = accuracy
         self._scoring: tuple[int, int] | None = None  # dimension of the classes, target that does not count
@@ -169,8 +170,28 @@ class LossFunction:
         assert self._loss_fn is not None
         inputs, target = self._split(batch)
         output = self._call(model, inputs)
-        loss, count = self._loss_and_count(self._loss_fn(_logits(output), target), "loss_fn(output, target)")
+        loss, count = self._loss_and_count(self._apply(output, target), "loss_fn(output, target)")
         return Computed(loss, count, output, target)
+
+    def _apply(self, output: Any, target: Any) -> Any:
+        """Call the loss function with the model's output as it is, or with its logits if it cannot take the whole.
+
+        Which of them it takes is settled by the first batch.
+        """
+        assert self._loss_fn is not None
+        logits = _logits(output)
+        if logits is output or self._takes_logits is False:
+            return self._loss_fn(output, target)
+        if self._takes_logits:
+            return self._loss_fn(logits, target)
+        try:
+            result = self._loss_fn(output, target)
+        except Exception:  # torch's losses have no error of their own for something that is no tensor
+            result = self._loss_fn(logits, target)
+            self._takes_logits = True
+        else:
+            self._takes_logits = False
+        return result
 
     def _by_model(self, model: nn.Module, batch: Any) -> Computed:
         spread = _is_sequence(batch) and (self._most > 1 or len(batch) == 1)
@@ -223,7 +244,7 @@ class LossFunction:
             return (batch[0] if len(batch) == 2 else _Inputs(batch[:-1])), batch[-1]
         if _is_sequence(batch) and len(batch) == 1:
             return batch[0], None
-        return batch, None
+        return batch, _target_attribute(batch)
 
     def _call(self, model: nn.Module, inputs: Any, more: Mapping[str, Any] = _NOTHING_MORE) -> Any:
         if isinstance(inputs, torch.Tensor):
@@ -339,7 +360,7 @@ def _own_loss(output: Any, anywhere: bool = False) -> torch.Tensor | None:
 
 
 def _logits(output: Any) -> Any:
-    """What a loss function gets of a model's output: its `logits` where it has some."""
+    """The `logits` of a model's output where it has some, else the output itself."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
@@ -355,6 +376,13 @@ def _scores(output: Any) -> Any:
 
 def _target_key(batch: Mapping[str, Any]) -> str | None:
     return next((key for key in TARGET_KEYS if key in batch), None)
+
+
+def _target_attribute(batch: Any) -> Any:
+    """The target of a batch that is an object, such as a dataclass, whose model takes it whole."""
+    if isinstance(batch, torch.Tensor):
+        return None
+    return next((found for key in TARGET_KEYS if (found := getattr(batch, key, None)) is not None), None)
 
 
 def _is_sequence(value: Any) -> bool:
