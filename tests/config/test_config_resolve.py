@@ -173,7 +173,9 @@ def test_a_resolved_config_can_be_loaded_and_resolved_again(
     strategy: str, device: Literal["cpu", "cuda"], world_size: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     try:
-        done = resolve(config_of(parallel={"strategy": strategy}, **more), world_size=world_size, device=device, bf16=True)
+        done = resolve(
+            config_of(parallel={"strategy": strategy}, **more), world_size=world_size, device=device, bf16=True
+        )
     except ConfigError:
         pytest.skip("refused as it is, for these many processes or this device")
     (tmp_path / "config.yaml").write_text(dump_config(done))

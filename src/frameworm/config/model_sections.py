@@ -96,12 +96,13 @@ class CustomModelConfig(Section):
     )
 
 
-class PythonModelConfig(Section):
+class PythonModelConfig(CustomModelConfig):
     """What a run of the Python API trained. It is written down for readers: nothing can be built from it."""
+
+    model_config = ConfigDict(extra="forbid")
 
     script: str | None = Field(default=None, description="The script that made the model; not known in a notebook.")
     class_name: str = Field(default="", description="Class of the model, with its module.")
-    init_from: None = Field(default=None, description="Always empty: the script decides.")
 
 
 PYTHON_WORKLOAD = "python"

@@ -7,8 +7,8 @@ keyword is the name of a config field, and a whole section (`gpu=GPUConfig(...)`
 from __future__ import annotations
 
 import difflib
-import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,7 +38,7 @@ def as_python_run(config: Config, model: nn.Module) -> Config:
     kind = type(getattr(model, "_orig_mod", model))  # torch.compile wraps it
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     described = PythonModelConfig(
-        script=None if file is None else os.path.abspath(file), class_name=f"{kind.__module__}.{kind.__qualname__}"
+        script=None if file is None else str(Path(file).absolute()), class_name=f"{kind.__module__}.{kind.__qualname__}"
     )
     data = config.data.model_copy(update={"dataset": PYTHON_WORKLOAD})
     return config.model_copy(update={"workload": PYTHON_WORKLOAD, "model": described, "data": data})

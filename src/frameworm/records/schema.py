@@ -16,9 +16,7 @@ from typing import Any
 from frameworm.records.observations import (
     Bucket,
     Compression,
-    CompressionCandidate,
     OtherTime,
-    Place,
     RankSummary,
     SystemSummary,
 )

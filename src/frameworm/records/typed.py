@@ -30,7 +30,8 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
     if not isinstance(data, Mapping):
         raise _wrong(data, "a mapping", place)
     values = {}
-    for name, (plain, numeric, read) in _fields(kind).items():
+    plainly: Any = kind  # mypy does not see that a class can be hashed
+    for name, (plain, numeric, read) in _fields(plainly).items():
         value = data.get(name, dataclasses.MISSING)
         found = type(value)
         if found in plain or (found is int and numeric and -LARGEST < value < LARGEST):  # nearly all values
@@ -45,8 +46,9 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
 @functools.cache
 def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, _Reader]]:
     """Of each field the types that need no second look, whether it is a number, and what reads any other."""
+    assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
-    found = {}
+    found: dict[str, tuple[frozenset[type], bool, _Reader]] = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         parts = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
@@ -79,7 +81,10 @@ def _read(hint: Any, has_default: bool, value: Any, place: str) -> Any:
         if item is float and all(type(entry) is float for entry in value.values()):
             return dict(value)
         return {str(name): _read(item, False, entry, f"{place}.{name}") for name, entry in value.items()}
-    return read_record(hint, value, place) if dataclasses.is_dataclass(hint) else _scalar(hint, value, place)
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return read_record(hint, value, place)
+    return _scalar(hint, value, place)
 
 
 def _scalar(kind: Any, value: Any, place: str) -> Any:

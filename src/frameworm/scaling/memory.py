@@ -35,6 +35,9 @@ _COSTS = {
 }
 
 
+MOST_PARAMETERS = 1e18  # a hundred thousand times those of the largest models
+
+
 def calculate_zero_savings(num_params: float, world_size: int) -> dict[str, dict[str, float]]:
     """Bytes per device of parameters, gradients and Adam's state, by ZeRO stage; activations are not in it.
 
@@ -50,10 +53,12 @@ def calculate_zero_savings(num_params: float, world_size: int) -> dict[str, dict
         state in fp32: 2 + 2 + 12), each with `ddp`, `zero1`, `zero2` and `zero3`.
 
     Raises:
-        ConfigError: There are no parameters or no devices.
+        ConfigError: There are no parameters, more than any model has, or no devices.
     """
-    if not num_params > 0 or num_params == float("inf"):
-        raise ConfigError(f"num_params {num_params} is not a number of parameters; give one above 0, such as 7e9")
+    if not 0 < num_params <= MOST_PARAMETERS:
+        raise ConfigError(
+            f"num_params {num_params:g} is not a number of parameters that a model has; give one such as 7e9"
+        )
     if world_size < 1:
         raise ConfigError(f"world_size {world_size} is not a number of devices; give at least 1")
     return {

@@ -97,9 +97,7 @@ class SaveTurns:
         return self._owed_since is not None
 
 
-def make_save_turns(
-    settings: CheckpointConfig, store: CheckpointStore, agreement: StopAgreement
-) -> SaveTurns | None:
+def make_save_turns(settings: CheckpointConfig, store: CheckpointStore, agreement: StopAgreement) -> SaveTurns | None:
     """What a config asks for; None where training waits for storage."""
     skips = settings.when_busy == "skip" and settings.mode == "async"
     return SaveTurns(store.is_busy, agreement, store.was_put_off) if skips else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import math
 import warnings
 import weakref
@@ -26,11 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from frameworm.engine.memory.dry_device import hidden_workspace, pretended_device, replaced
 from frameworm.engine.model import activations
 from frameworm.engine.step.loss import LossFunction
-from frameworm.errors import ConfigError, ModelError
+from frameworm.errors import ConfigError, FramewormError, ModelError
 from frameworm.parallel.units import find_units
 from frameworm.scaling.memory_model import CheckpointingName, Peak, StepMemory
 from frameworm.scaling.memory_shapes import ModelShapes, block
 
+_fake_log = logging.getLogger(FakeTensorMode.__module__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TAGS = ("activations", "weight_copies", "loss", "workspace", "gradients")
 # The compiler recomputes what is cheap but cannot look into operations of our own.
@@ -67,13 +69,14 @@ class Ledger(TorchDispatchMode):
         return sum(self.held.values())
 
     def mark(self, tensor: Tensor, tag: str) -> None:
-        """Say what a storage is for, now that it is known."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._live:
-            size, before = self._live[key]
-            self.held[before] -= size
-            self.held[tag] += size
-            self._live[key] = (size, tag)
+        """Say what a tensor's storages are for, now that it is known."""
+        for storage in _storages(tensor):
+            key = storage._cdata
+            if key in self._live:
+                size, before = self._live[key]
+                self.held[before] -= size
+                self.held[tag] += size
+                self._live[key] = (size, tag)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -83,7 +86,8 @@ class Ledger(TorchDispatchMode):
             tag = "weight_copies"
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(tensor, tag)
+                for storage in _storages(tensor):
+                    self._note(storage, tag)
         hidden = hidden_workspace(name, args, self._device)
         self.peak = self._larger(self.peak, {**self.held, "workspace": self.held["workspace"] + hidden})
         beside = {**self.held, "workspace": self.held["workspace"] + hidden, "gradients": 0}
@@ -94,8 +98,7 @@ class Ledger(TorchDispatchMode):
     def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
         return other if sum(other.values()) > sum(one.values()) else one
 
-    def _note(self, tensor: Tensor, tag: str) -> None:
-        storage = tensor.untyped_storage()
+    def _note(self, storage: torch.UntypedStorage, tag: str) -> None:
         key = storage._cdata
         if key in self._outside or key in self._live:
             return
@@ -225,15 +228,23 @@ class DryRun:
                 warnings.catch_warnings(),
                 pretended_device(self.device),
                 replaced(activations, "_KEPT", self._kept),
+                replaced(_fake_log, "disabled", True),  # what fails is raised, and said in one line
                 self._mode,
                 ledger,
             ):
                 warnings.simplefilter("ignore")
                 yield
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except FramewormError:
+            raise
+        except Exception as error:  # whatever the model does, and fake tensors cannot
+            if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                reason = f"decides by values ({error.func})"
+            else:
+                first = (str(error).strip() or "no reason given").splitlines()[0]
+                reason = f"does not run on tensors without values ({type(error).__name__}: {first})"
             raise ModelError(
-                f"{type(self.model).__name__} decides by values ({error.func}), so its memory cannot be planned "
-                "without running it; give --params instead of --config, or measure it with `frameworm profile`"
+                f"{type(self.model).__name__} {reason}, so its memory cannot be planned without running it; give "
+                "--params instead of --config, or measure it with `frameworm profile`"
             ) from error
         finally:
             torch.backends.cuda.enable_flash_sdp(flash)
@@ -324,6 +335,13 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
 
 def _tensors(batch: Any) -> list[Tensor]:
     return [item for item in tree_leaves(batch) if isinstance(item, Tensor)]
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Where a tensor's values are; a sparse one, such as the gradient of a sparse embedding, has two tensors inside."""
+    if tensor.layout == torch.sparse_coo:
+        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
+    return [tensor.untyped_storage()]
 
 
 def _nbytes(tensor: Tensor) -> int:
