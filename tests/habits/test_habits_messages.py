@@ -322,6 +322,7 @@ WRONG_KINDS: list[tuple[str, str, Any]] = [
     ("compare", "environment", None),
     ("compare", "batch.world_size", {"a": 1}),
     ("compare", "steps", "many"),
+    ("compare", "environment.memory_bytes", "much"),
     ("runs", "steps", "many"),
     ("runs", "quality.train_loss", "small"),
     ("runs", "throughput.samples_per_s", [1]),

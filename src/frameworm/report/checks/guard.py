@@ -10,6 +10,7 @@ from frameworm.guard.comparison import Comparison, Difference, Explanation, Phas
 from frameworm.guard.parting import Parting
 from frameworm.guard.regression import INCONCLUSIVE, NOT_JUDGED, OK, REGRESSION, Check, Judgement
 from frameworm.guard.statistics import RatioInterval
+from frameworm.records.estimate import known
 from frameworm.report.kit import tables
 from frameworm.report.kit.layout import field, heading, table
 
@@ -263,7 +264,7 @@ def _differences(label: str, items: Sequence[Difference], width: int) -> list[st
 
 
 def _cell(item: Difference, value: Any) -> str:
-    if value is not None and item.name.endswith("_bytes"):
+    if known(value) is not None and item.name.endswith("_bytes"):
         return tables.data_size(value)
     return tables.cell(value)
 
