@@ -61,6 +61,10 @@ class Slotted:
         self.rng = random.Random(2)
 
 
+class OfClass:
+    rng = random.Random(4)
+
+
 class Names:
     def draw(self) -> float:
         return float(SHARED.random())
@@ -77,6 +81,7 @@ def _holders() -> dict[str, Any]:
         "closure": closure,
         "partial": functools.partial(print, [random.Random(3)]),
         "module": Names(),
+        "class": OfClass(),
         "method": Slotted().__init__,
         "dict": {"a": {"b": (torch.Generator(),)}},
     }

@@ -210,12 +210,14 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _globals_of(kind: type) -> dict[str, Any]:
-    """Generators of a module that the methods of a class name."""
+    """Generators that are attributes of a class, or that its methods name among the globals of their module."""
     found = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("builtins", "torch", "numpy", "frameworm"):
             continue
-        for item in vars(base).values():
+        for name, item in vars(base).items():
+            if is_generator(item):
+                found[name] = item
             function = getattr(item, "__func__", item)
             if isinstance(function, types.FunctionType):
                 found.update(_named_by(function))
