@@ -102,6 +102,40 @@ def test_an_optimizer_that_holds_none_of_the_models_parameters_is_refused() -> N
         )
 
 
+class Centred(nn.Module):
+    """A loss without parameters that remembers: the running mean of outputs, subtracted from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.modes: list[bool] = []
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.modes.append(self.training)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        return F.cross_entropy(output - self.mean, target)
+
+
+def test_what_a_loss_remembers_is_saved_and_resumed(tmp_path: Path) -> None:
+    def train(loss: Centred, **settings: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        settings = {"run_dir": None, **settings}
+        resume = settings.pop("resume", None)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, **QUICK, **settings)
+        trainer.train(DataLoader(classification(), 4), DataLoader(classification(8, seed=1), 8), resume=resume)
+
+    whole, stopped, resumed = Centred(), Centred(), Centred()
+    train(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(stopped, run_dir=tmp_path / "run", callbacks=[PressCtrlC(3)])
+    train(resumed, run_dir=tmp_path / "run", resume="auto")
+    assert torch.equal(resumed.mean, whole.mean)
+    assert whole.modes == [*[True] * 8, False], "validation puts the loss into evaluation mode"
+    assert whole.training
+
+
 # Parameters unfrozen during training
 
 
@@ -212,6 +246,94 @@ def test_parameters_unfrozen_during_training_are_equal_on_all_ranks(run_ranks: C
     first, second = on_ranks(run_ranks, _unfreeze_rank)
     assert torch.equal(first, second), "replicas are equal"
     assert torch.allclose(first, values(expected), atol=1e-4), "two ranks train as one process with the global batch"
+
+
+def test_a_run_that_was_stopped_after_unfreezing_goes_on_with_what_was_unfrozen(tmp_path: Path) -> None:
+    def train(held: bool, stop: int | None = None, **settings: Any) -> torch.Tensor:
+        model = _half_frozen()
+        optimizer = torch.optim.SGD(model.parameters() if held else model[2].parameters(), lr=0.5, momentum=0.9)
+        callbacks: list[Any] = [Unfreeze(model, optimizer, step=2), *([] if stop is None else [PressCtrlC(stop)])]
+        resume = settings.pop("resume", None)
+        settings = {"run_dir": None, "clip_norm": 0.1, **settings}
+        Trainer(model, optimizer, callbacks=callbacks, **QUICK, **settings).train(
+            DataLoader(classification(), 4), resume=resume
+        )
+        return values(model)
+
+    for held in (True, False):
+        folder = tmp_path / str(held)
+        with pytest.raises(KeyboardInterrupt):
+            train(held, stop=4, run_dir=folder)
+        assert torch.equal(train(held, run_dir=folder, resume="auto"), train(held))
+
+
+def _train_everything(batch_size: int, change: str, **settings: Any) -> torch.Tensor:
+    """A loss with parameters, and a layer that is frozen, unfrozen or given to the optimizer in mid-epoch."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    loss = ArcFace()
+    loss.log_scale = nn.Parameter(torch.ones(1))
+    model[0].requires_grad_(change == "freeze")
+    held = [*model[2].parameters(), *loss.parameters()]
+    optimizer = torch.optim.AdamW(held if change == "add" else [*model[0].parameters(), *held], lr=0.05)
+
+    class Change(Callback):
+        def on_step(self, step: Any) -> None:
+            if step.step == 3:
+                model[0].requires_grad_(change != "freeze")
+                if change == "add":
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    settings = {"callbacks": [Change()], "clip_norm": 0.5, "run_dir": None, **settings}
+    Trainer(model, optimizer, lambda output, target: loss(output, target), **QUICK, **settings).train(
+        DataLoader(classification(), batch_size), DataLoader(classification(8, seed=1), 4)
+    )
+    tensors = [*model.parameters(), *loss.parameters()]
+    whole = [item.full_tensor() if hasattr(item, "full_tensor") else item for item in tensors]
+    return torch.cat([item.detach().flatten() for item in whole])
+
+
+CHANGES = ("unfreeze", "add", "freeze")
+
+
+def _train_everything_rank(rank: int, world_size: int, strategy: str) -> list[torch.Tensor]:
+    return [_train_everything(2, change, strategy=strategy, accumulation=2) for change in CHANGES]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_what_trains_may_change_in_mid_epoch_under_every_strategy(run_ranks: Callable[..., Any], strategy: str) -> None:
+    first, second = on_ranks(run_ranks, _train_everything_rank, strategy)
+    for change, found, other in zip(CHANGES, first, second):
+        assert torch.equal(found, other), f"{change}: replicas are equal"
+        assert torch.allclose(found, _train_everything(8, change), atol=1e-4), f"{change}: as one process"
+
+
+class UnfreezesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _half_frozen()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            self.inner[0].requires_grad_(True)
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+
+def _unfreeze_inside_rank(rank: int, world_size: int) -> str:
+    model = UnfreezesItself()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=None, **QUICK)
+    try:
+        trainer.train(DataLoader(classification(), 4))
+    except FramewormError as error:
+        return str(error)
+    return ""
+
+
+def test_unfreezing_inside_a_step_is_refused_where_ranks_would_differ(run_ranks: Callable[..., Any]) -> None:
+    assert all("between two steps" in message for message in on_ranks(run_ranks, _unfreeze_inside_rank))
 
 
 # Layers that the user has put into evaluation mode

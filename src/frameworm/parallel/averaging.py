@@ -54,7 +54,7 @@ class AveragingStrategy(Strategy):
 
     def place_beside(self, beside: Beside) -> None:
         super().place_beside(beside)
-        send_values([*beside.parameters.values(), *beside.buffers()])
+        send_values([*beside.replicas(self.device).values(), *beside.buffers_on(self.device)])
 
     def place(self, model: nn.Module) -> nn.Module:
         model = super().place(model)
@@ -66,13 +66,13 @@ class AveragingStrategy(Strategy):
             return False
         self.average(model)
         if self._check_every is not None and step % self._check_every == 0:
-            check_replicas(model, step, beside=self.beside.parameters)
+            check_replicas(model, step, beside=self.beside.replicas(self.device))
         return True
 
     def average(self, model: nn.Module) -> None:
         """Give every rank the mean of all copies."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for _, parameter in self.named_parameters(model):
+        for parameter in (*model.parameters(), *self.beside.replicas(self.device).values()):
             by_dtype.setdefault(parameter.dtype, []).append(parameter.data)
         for parameters in by_dtype.values():
             # torch's own averager leaves the parameters as views of the buffer it sent; ours stay where they are.
@@ -88,7 +88,7 @@ class AveragingStrategy(Strategy):
     def sync_buffers(self, model: nn.Module) -> None:
         """Validation and checkpoints see one model: the mean of all copies, with rank 0's buffers."""
         self.average(model)
-        send_values([*model.buffers(), *self.beside.buffers()])
+        send_values([*model.buffers(), *self.beside.buffers_on(self.device)])
 
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         """After a meeting the model is everybody's; of the optimizers, which differ, rank 0's is passed on."""

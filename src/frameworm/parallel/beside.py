@@ -6,7 +6,7 @@ gradients after backward. The model's own tensors, which a loss may hold as well
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ class Beside:
         model: Whose modules and parameters do not count.
         modules: By where the loss function holds them; `` is the loss function itself.
         loose: Parameters outside of modules.
+        held: Ids of the parameters that the optimizer holds; None: not known, and all counts as trained.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Beside:
         model: nn.Module | None = None,
         modules: Mapping[str, nn.Module] | None = None,
         loose: Mapping[str, Tensor] | None = None,
+        held: Collection[int] | None = None,
     ) -> None:
         self.modules: dict[str, nn.Module] = dict(modules or {})
         self._loose: dict[str, Tensor] = dict(loose or {})
@@ -52,6 +54,7 @@ class Beside:
             if id(item) not in known:
                 known.add(id(item))
                 self.parameters[PREFIX + name] = item
+        self._held = known if held is None else held
 
     def _each(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """Parameters or buffers of the modules, by name, without the model's."""
@@ -72,14 +75,28 @@ class Beside:
         """As they are now: a module may replace them."""
         return [item for _, item in self._each("named_buffers")]
 
+    def replicas(self, device: torch.device) -> dict[str, Any]:
+        """The parameters on the device that trains, which the ranks keep alike."""
+        return {name: item for name, item in self.parameters.items() if item.device.type == device.type}
+
+    def buffers_on(self, device: torch.device) -> list[Tensor]:
+        """The buffers there."""
+        return [item for item in self.buffers() if item.device.type == device.type]
+
     def place(self, device: torch.device) -> None:
-        """Put everything on a device; parameters stay the objects that the optimizer holds."""
+        """Put the loss function and all that trains on a device; parameters stay the objects that the optimizer holds.
+
+        What else it holds, such as an average of the model in host memory, stays where the user has put it.
+        """
         for place, held in self.modules.items():
+            if place and not any(id(item) in self._held for item in held.parameters()):
+                continue
             for name, module in held.named_modules():
                 if not (name + ".").startswith(self._of_model[place]):
                     module._apply(lambda item: item.to(device), recurse=False)
         for item in self._loose.values():
-            item.data = item.data.to(device)
+            if id(item) in self._held:
+                item.data = item.data.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint must hold."""

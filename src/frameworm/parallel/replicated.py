@@ -52,7 +52,7 @@ class DDPStrategy(Strategy):
 
     def place_beside(self, beside: Beside) -> None:
         super().place_beside(beside)
-        send_values([*beside.parameters.values(), *beside.buffers()])
+        send_values([*beside.replicas(self.device).values(), *beside.buffers_on(self.device)])
 
     def place(self, model: nn.Module) -> nn.Module:
         model = super().place(model)
@@ -91,7 +91,7 @@ class DDPStrategy(Strategy):
     def average_beside(self, parameters: list[nn.Parameter]) -> None:
         if self.world_size > 1:
             self._beside_gradients.average(parameters, self.device)
-            send_values(self.beside.buffers())
+            send_values(self.beside.buffers_on(self.device))
 
     def scale_losses_by(self, scale: Callable[[], Any]) -> None:
         if self._compression is not None:
@@ -115,7 +115,7 @@ class DDPStrategy(Strategy):
         met = self._compression is not None and self._compression.after_step()
         every = self._settings.check_replicas
         if every is not None and step % every == 0:
-            check_replicas(model, step, beside=self.beside.parameters)
+            check_replicas(model, step, beside=self.beside.replicas(self.device))
             met = True
         return met
 
@@ -143,7 +143,7 @@ class DDPStrategy(Strategy):
         dist.all_reduce(value)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        send_values([*model.buffers(), *self.beside.buffers()])
+        send_values([*model.buffers(), *self.beside.buffers_on(self.device)])
 
     def explain(self, error: RuntimeError) -> Exception:
         text = str(error)

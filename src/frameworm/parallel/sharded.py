@@ -141,7 +141,7 @@ class ShardedStrategy(Strategy):
                 "turn it off, or use zero1"
             )
         super().place_beside(beside)
-        send_values([*beside.parameters.values(), *beside.buffers()])
+        send_values([*beside.replicas(self.device).values(), *beside.buffers_on(self.device)])
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
         self._beside_gradients.ask_again()
@@ -151,7 +151,7 @@ class ShardedStrategy(Strategy):
     def average_beside(self, parameters: list[nn.Parameter]) -> None:
         if self.world_size > 1:
             self._beside_gradients.average(parameters, self.device)
-            send_values(self.beside.buffers())
+            send_values(self.beside.buffers_on(self.device))
 
     def place(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):
@@ -262,7 +262,7 @@ class ShardedStrategy(Strategy):
         dist.all_reduce(value)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        send_values([*model.buffers(), *self.beside.buffers()])
+        send_values([*model.buffers(), *self.beside.buffers_on(self.device)])
 
     def load_model_state(self, model: nn.Module, saved: dict[str, Any]) -> None:
         own = model.state_dict()

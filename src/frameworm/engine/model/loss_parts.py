@@ -46,7 +46,7 @@ def find_beside(
             "from this model: AdamW(model.parameters())"
         )
     strangers = {f"#{number}": item for number, item in enumerate(held) if id(item) not in known}
-    return Beside(model, search.modules, {**search.loose, **strangers})
+    return Beside(model, search.modules, {**search.loose, **strangers}, {id(item) for item in held})
 
 
 def untrained_note(model: nn.Module, beside: Beside, optimizer: torch.optim.Optimizer) -> str | None:

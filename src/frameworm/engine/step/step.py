@@ -90,6 +90,11 @@ class TrainStep:
         if self._first:
             self.strategy.check_gradients(self.model)
             self._first = False
+        if self._world_size > 1 and self.update.follow():
+            raise ModelError(
+                "parameters were frozen, unfrozen or given to the optimizer inside a step, where the other ranks' "
+                "gradients have gone another way; do it between two steps, in a callback"
+            )
         if self._acts_beside and self._world_size > 1:
             held = [item for item in self.update.parameters if item.requires_grad and id(item) in self._beside]
             self.strategy.average_beside(held)
