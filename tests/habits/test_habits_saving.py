@@ -110,6 +110,28 @@ def test_state_that_can_never_be_saved_is_found_before_the_first_step(
     assert refused or named
 
 
+class KeepsObjects(torch.optim.SGD):
+    """Makes state that cannot be saved, in its first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = object()
+        return result
+
+
+def test_state_that_the_optimizer_makes_is_checked_after_its_first_step(tmp_path: Path) -> None:
+    model = linear()
+    steps = Steps()
+    optimizer = KeepsObjects(model.parameters(), lr=0.1)
+    result = outcome(
+        lambda: trainer(model, optimizer=optimizer, callbacks=[steps], run_dir=tmp_path / "run").train(pairs())
+    )
+    assert is_refusal(result)
+    assert len(steps.records) == 1
+
+
 def test_numpy_arrays_in_a_modules_state_are_saved_and_restored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     record = trainer(Extra(np.arange(6.0).reshape(2, 3)), run_dir=folder).train(pairs())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from frameworm.records.events import Events, Listener
@@ -108,3 +110,28 @@ def test_ctrl_c_passes_through_a_watcher() -> None:
     with pytest.raises(KeyboardInterrupt):
         events.on_step(STEP)
     assert len(events.listeners) == 1
+
+
+class OnlySteps:
+    """No base class, and one method."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def on_step(self, step: StepRecord) -> None:
+        self.steps.append(step)
+
+
+def test_a_listener_needs_only_the_methods_that_it_wants() -> None:
+    listener: Any = OnlySteps()
+    tell_all(Events([listener]))
+    assert listener.steps == [STEP]
+
+
+def test_those_who_act_hear_of_a_step_apart() -> None:
+    log: list[tuple[str, object]] = []
+    acts, watches = Writes("acts", log), Writes("watches", log)
+    events = Events([acts, watches], acting=[acts])
+    events.on_own_step(STEP)
+    events.on_step(STEP)
+    assert log == [("acts", STEP), ("watches", STEP)]

@@ -1,0 +1,97 @@
+"""What a trainer is given is checked before anything is built."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from frameworm import Callback, Trainer
+from frameworm.engine.given import check_callbacks, check_given, check_loader
+from frameworm.errors import ConfigError, DataError
+
+MODEL = nn.Linear(2, 2)
+LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)), 2)
+
+
+def _sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def _lbfgs_with_scheduler() -> torch.optim.Optimizer:
+    optimizer = torch.optim.LBFGS(MODEL.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((lambda inputs: inputs, _sgd(), None, None), "model must be a torch module"),
+        ((MODEL, [_sgd(), _sgd()], None, None), "one optimizer, not a list of 2"),
+        ((MODEL, {"all": _sgd()}, None, None), "one optimizer, not a dict"),
+        ((MODEL, torch.optim.AdamW, None, None), "build it"),
+        ((MODEL, functools.partial(torch.optim.AdamW, lr=0.1), None, None), "not a partial"),
+        ((MODEL, MODEL.parameters(), None, None), "not a generator"),
+        ((MODEL, nn.CrossEntropyLoss(), _sgd(), None), r"not a CrossEntropyLoss: Trainer\(model, optimizer"),
+        ((MODEL, torch.optim.LBFGS(MODEL.parameters()), None, None), "LBFGS"),
+        ((MODEL, _lbfgs_with_scheduler(), None, None), "LBFGS"),
+        ((MODEL, _sgd(), torch.optim.lr_scheduler.StepLR(_sgd(), 1), None), "scheduler="),
+        ((MODEL, _sgd(), "mse", None), "not a str"),
+        ((MODEL, _sgd(), None, [torch.optim.lr_scheduler.StepLR(_sgd(), 1)]), "one scheduler"),
+        ((MODEL, _sgd(), None, 0.1), "method step"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_given(*arguments)
+    with pytest.raises(ConfigError, match=says):
+        Trainer(*arguments)
+
+
+def test_usual_arguments_are_taken() -> None:
+    optimizer = torch.optim.AdamW(MODEL.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own into the optimizer
+    check_given(MODEL, optimizer, nn.CrossEntropyLoss(), scheduler)
+    check_given(MODEL, optimizer, None, lambda total_steps: scheduler)
+    check_loader(LOADER, "train_loader")
+    check_loader(list(LOADER), "val_loader")
+    check_loader(None, "val_loader")
+
+
+class OtherLibrary:
+    def on_train_batch_end(self, trainer: Any, outputs: Any) -> None:
+        """A method that nobody calls here."""
+
+
+class OtherArguments:
+    def on_step(self, trainer: Any, batch: Any) -> None:
+        """Called with one argument here."""
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "says"),
+    [
+        ([OtherLibrary()], "OtherLibrary is no callback"),
+        ([OtherArguments()], "OtherArguments: on_step"),
+        ([Callback], "is a class"),
+        (Callback(), "must be a list"),
+    ],
+)
+def test_callbacks_that_could_not_be_called_are_refused(callbacks: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_callbacks(callbacks)
+
+
+def test_no_callbacks_may_be_written_as_none() -> None:
+    assert check_callbacks(None) == []
+
+
+@pytest.mark.parametrize("loaders", [[LOADER, LOADER], (LOADER,), {"a": LOADER}, {}])
+def test_several_loaders_are_refused(loaders: Any) -> None:
+    with pytest.raises(DataError, match="val_loader must be"):
+        check_loader(loaders, "val_loader")
