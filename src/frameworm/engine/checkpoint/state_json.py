@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from frameworm.errors import CheckpointError
-from frameworm.parallel.shards import StoredArray
+from frameworm.parallel.shards import StoredArray, StoredTensor
 
 Path = tuple[str, ...]
+_NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
@@ -95,7 +96,9 @@ def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> An
     if kind == "$tensor" and isinstance(content, str):
         return tensor(content)
     if kind == "$ndarray":
-        return StoredArray(decode(content, tensor))
+        stored = decode(content, tensor)
+        if isinstance(stored, StoredTensor) and stored.dtype not in _NOT_NUMPYS:
+            return StoredArray(stored)
     if kind == "$tuple":
         return tuple(decode(part, tensor) for part in content)
     if kind == "$set":
