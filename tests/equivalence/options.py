@@ -396,6 +396,7 @@ class MapLoader:
 
     name = "map"
     augments: ClassVar[bool] = False
+    splits_itself: ClassVar[bool] = False  # whether each rank's loader yields that rank's batches
 
     def build(self, samples: Samples, batch_size: int, collate: Callable[..., Any], rank: int, ranks: int) -> Any:
         return DataLoader(samples, batch_size, shuffle=True, collate_fn=collate)
@@ -447,6 +448,7 @@ class BatchSamplerLoader(MapLoader):
     """A DataLoader with a batch sampler of one's own."""
 
     name = "batch sampler"
+    splits_itself = True
 
     def build(self, samples: Samples, batch_size: int, collate: Callable[..., Any], rank: int, ranks: int) -> Any:
         return DataLoader(samples, batch_sampler=Blocks(len(samples), batch_size, rank, ranks), collate_fn=collate)

@@ -74,6 +74,11 @@ def train_plain_ranks(recipe: Recipe, shares: list[list[list[list[list[int]]]]],
     random = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
     trained = Trained({})
     for steps in shares:
+        if recipe.splits_itself:  # a DataLoader that is begun draws a random number for its workers
+            for rank, state in enumerate(random):
+                torch.set_rng_state(state)
+                iter(recipe.train)
+                random[rank] = torch.get_rng_state()
         model.train()
         total = weight = 0.0
         for step in steps:

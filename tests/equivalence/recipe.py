@@ -43,6 +43,7 @@ class Recipe:
         loss: The loss of a model and a batch, as a plain loop writes it.
         count: What that loss is the mean over.
         batch_of: The batch that a loader makes of some samples.
+        splits_itself: Whether ranks read the loader as it is.
     """
 
     model: Network
@@ -56,6 +57,7 @@ class Recipe:
     loss: Callable[[nn.Module, Any], torch.Tensor]
     count: Callable[[Any], float]
     batch_of: Callable[[list[int]], Any]
+    splits_itself: bool = False
 
     def state(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers of model and loss, whole, with the rates the optimizer has in the end."""
@@ -113,6 +115,7 @@ def build(cell: Cell, rank: int = 0) -> Recipe:
         compute,
         lambda given: loss.count(batch.labels(batch.target(given))),
         lambda indices: batch.collate([samples[index] for index in indices]),
+        loader.splits_itself,
     )
 
 
