@@ -55,10 +55,12 @@ def test_by_hand(frameworm: CommandLine) -> None:
     nodes = ("--fabric", "ndr", "--gpus-per-node", "8", "--links-per-node", "8", "--world-sizes", "8,1024")
     ended = frameworm("predict", *HAND, *nodes)
     assert "nodes of 8" in ended.stdout
+    assert "strong scaling: the global batch stays" in ended.stdout
+    assert "weak scaling: the batch per device stays" in frameworm("predict", *HAND, *nodes, "--weak").stdout
     (frameworm.folder / "case.json").write_text(
         json.dumps({"compute_ms": 25, "gradient_mb": 16, "sync_ms": 45, "sync_world_size": 4})
     )
-    ended = frameworm("predict", "--case", "case.json", "--scaling", "strong", "--world-sizes", "1,4", "--json")
+    ended = frameworm("predict", "--case", "case.json", "--world-sizes", "1,4", "--json")
     assert json.loads(ended.stdout)["rows"][1]["communication_s"] == pytest.approx(0.045, rel=0.01)
 
 
@@ -74,7 +76,7 @@ def test_by_hand(frameworm: CommandLine) -> None:
         ((*HAND, "--fabric", "1gbe", "--strategy", "magic"), "zero2"),
         ((*HAND, "--fabric", "1gbe", "--compression", "zip"), "int4"),
         ((*HAND, "--fabric", "1gbe", "--compression", "int4", "--strategy", "zero2"), "ddp"),
-        ((*HAND, "--fabric", "1gbe", "--scaling", "both"), "weak"),
+        ((*HAND, "--fabric", "1gbe", "--scaling", "both"), "strong or weak"),
         ((*HAND, "--fabric", "1gbe", "--set", "parallel.bucket_cap_mb=1"), "config.yaml"),
         (("--compute-ms", "10", "--fabric", "1gbe"), "--gradient-mb"),
         (("nowhere", "--fabric", "1gbe"), "nowhere"),

@@ -205,6 +205,34 @@ def test_a_process_that_had_all_cores_leaves_none_for_a_second_one() -> None:
     assert "already computed" not in analyse([base, own]).findings[0].evidence["cause"]
 
 
+def test_a_speedup_that_stays_poor_has_a_cause_too() -> None:
+    base = _stepped(1, 0.040, global_batch=64, cpus=2, threads=2)
+    point = _stepped(2, 0.030, 0.003, global_batch=64, cpus=2, threads=1)
+    row = analyse([base, point]).curves[0].rows[1]
+    assert row.finding is None
+    assert "already computed on 2 cores" in (row.cause or "")
+    late = _stepped(4, 0.010, data_s=0.020, global_batch=512)
+    row = analyse([_stepped(1, 0.040, global_batch=512), late]).curves[0].rows[1]
+    assert "batches come too late" in (row.cause or "")
+    fine = _stepped(4, 0.010, 0.0005, global_batch=512)
+    assert analyse([_stepped(1, 0.040, global_batch=512), fine]).curves[0].rows[1].cause is None
+
+
+def test_weak_scaling_on_shared_cores_names_them() -> None:
+    base = _stepped(1, 0.020, global_batch=32, mode="weak", cpus=2, threads=2)
+    point = _stepped(2, 0.034, 0.001, global_batch=64, mode="weak", cpus=2, threads=1)
+    row = analyse([base, point]).curves[0].rows[1]
+    assert "they share 2 cores" in (row.cause or "")
+
+
+def test_more_processes_than_cores_are_noted() -> None:
+    points = [_stepped(size, 0.040, global_batch=64, cpus=2, threads=1) for size in (1, 2, 4)]
+    (note,) = [note for note in analyse(points).curves[0].notes if "cores" in note]
+    assert note.startswith("4 processes share 2 cores")
+    roomy = [_stepped(size, 0.040, global_batch=64, cpus=8, threads=1) for size in (1, 2, 4)]
+    assert not [note for note in analyse(roomy).curves[0].notes if "cores" in note]
+
+
 def test_processes_that_share_cores_are_not_promised_speed() -> None:
     base = _stepped(1, 0.005, global_batch=32)
     point = _stepped(2, 0.010, 0.002, global_batch=32, cpus=2)

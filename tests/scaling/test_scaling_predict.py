@@ -61,13 +61,29 @@ def test_intervals_hold_what_they_are_of() -> None:
 def test_weak_scaling_adds_devices_and_strong_divides_the_batch() -> None:
     source = from_figures({**CASE, "accumulation": 4})
     fast = exact(1e6)
-    assert Predictor(source, fast).row(4).step_s.value == pytest.approx(0.1, rel=1e-3)
-    assert Predictor(source, fast).speedup(4) == pytest.approx(4, rel=1e-3)
+    assert Predictor(source, fast, scaling="weak").row(4).step_s.value == pytest.approx(0.1, rel=1e-3)
+    assert Predictor(source, fast, scaling="weak").speedup(4) == pytest.approx(4, rel=1e-3)
     divided = Predictor(source, fast, scaling="strong").row(4)  # one micro-batch each
     assert divided.step_s.value == pytest.approx(0.025, rel=1e-3)
     assert divided.speedup.value == pytest.approx(4, rel=1e-3)
     half = Predictor(from_figures({**CASE, "part_of_batch": 0.5, "part_ms": 80}), fast, scaling="strong")
     assert half.row(2).step_s.value == pytest.approx(0.08, rel=1e-3)
+
+
+def test_the_global_batch_of_a_run_on_several_ranks_stays() -> None:
+    """Measured on 2 ranks with 16 samples each: 32 samples, which one device does as two micro-batches."""
+    source = from_record(record(batch=Batch(16, 1, 2, 32), steps=100), None)
+    found = Predictor(source, exact(1e6)).predict([1, 2, 4])
+    assert found.scaling == "strong"
+    assert [row.global_batch for row in found.rows] == [32, 32, 32]
+    alone, same, _ = found.rows
+    assert same.step_s.value == pytest.approx(source.profile.compute_s, rel=1e-3), "the run itself"
+    assert alone.step_s.value > same.step_s.value
+    weak = Predictor(source, exact(1e6), scaling="weak").predict([1, 2])
+    assert [row.global_batch for row in weak.rows] == [16, 32]
+    assert weak.rows[1].step_s.value == pytest.approx(same.step_s.value)
+    # The run of two ranks cost that much, however it is looked at.
+    assert weak.rows[1].gpu_hours == pytest.approx(same.gpu_hours) == pytest.approx(2 * 100 * 0.1 / 3600, rel=1e-3)
 
 
 def test_break_even_is_where_the_efficiency_is_reached() -> None:
@@ -84,7 +100,7 @@ def test_break_even_is_where_the_efficiency_is_reached() -> None:
 
 
 def test_reach_ends_where_the_efficiency_does() -> None:
-    predictor = Predictor(from_figures(CASE), exact(25, latency_us=20))
+    predictor = Predictor(from_figures(CASE), exact(25, latency_us=20), scaling="weak")
     found = predictor.predict([2, 4])
     for name, least in (("good", 0.7), ("fair", 0.5)):
         reached = found.reach[name]
@@ -104,7 +120,7 @@ def test_the_cheapest_change_that_helps() -> None:
     found = Predictor(from_figures(CASE), exact(1), Setting(codec=dear)).predict([8]).cheapest
     assert found is not None
     assert found.kind == "batch"
-    assert Predictor(from_figures(CASE), exact(1e5)).predict([8]).cheapest is None
+    assert Predictor(from_figures(CASE), exact(1e5), scaling="weak").predict([8]).cheapest is None
     small, large = (Change("a", 1, "", gain, "same") for gain in (1.29, 1.30))
     assert cheapest([small, large]) is small
 

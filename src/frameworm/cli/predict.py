@@ -40,7 +40,12 @@ def predict(
     gpus_per_node: int = typer.Option(1, min=1, help="Ranks of one node; they meet over --inside first."),
     inside: str = typer.Option("nvlink4", help="The preset between the GPUs of one node."),
     links_per_node: int = typer.Option(1, min=1, help="Links of the fabric that one node has."),
-    scaling: str = typer.Option("weak", help="weak: the batch per device stays. strong: the global batch is divided."),
+    weak: bool = typer.Option(
+        False,
+        "--weak/--strong",
+        help="Strong: the global batch stays and is shared out. Weak: the batch per device stays.",
+    ),
+    scaling: Optional[str] = typer.Option(None, hidden=True, help="Older spelling of --weak and --strong."),  # noqa: UP045
     strategy: str = typer.Option("ddp", help="ddp, zero1, zero2 or zero3."),
     compression: str = typer.Option("off", help="off, fp16, bf16, int8, int4, topk or powersgd."),
     price_per_gpu_hour: Optional[float] = typer.Option(None, min=0.0, help="For the cost of the training."),  # noqa: UP045
@@ -73,6 +78,7 @@ def predict(
     from frameworm.report.scaling.prediction_text import render_prediction
     from frameworm.scaling.predict import Predictor
 
+    scaling = scaling or ("weak" if weak else "strong")
     prediction = Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(sizes)
     text = render_prediction(prediction)
     if out is not None:

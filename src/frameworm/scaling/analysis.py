@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.records.schema import Finding, json_ready
+from frameworm.scaling.enough_work import model_step
 from frameworm.scaling.losses import Losses as Losses
 from frameworm.scaling.losses import split_losses
 from frameworm.scaling.negative import Change as Change
-from frameworm.scaling.negative import negative_scaling, suggest_change
+from frameworm.scaling.negative import causes_of, negative_scaling, suggest_change
 from frameworm.scaling.points import Interval as Interval
 from frameworm.scaling.points import Measurement as Measurement
 from frameworm.scaling.points import Mode as Mode
@@ -42,6 +43,8 @@ class Row:
     losses: Losses | None = None
     serial_fraction: float | None = None  # by this world size alone (Karp and Flatt)
     limit: str | None = None  # what costs most, in words
+    cause: str | None = None  # why it is not excellent, with the figures that show it
+    causes: tuple[str, ...] = ()  # the same by name
     finding: Finding | None = None  # negative_scaling
     change: Change | None = None  # settings that are predicted to scale
 
@@ -183,18 +186,26 @@ def _row(base: Point, point: Point, cost: Cost, basis: str, serial: Interval | N
     losses = split_losses(base, point, efficiency.value, _step_s(point, basis))
     own = serial_fraction_of(base.world_size, [(base.world_size, before), (point.world_size, now)])
     change = suggest_change(base, point, speedup.value) if speedup.value < 1.0 else None
-    finding = None
+    grade = grade_of(efficiency.value)
+    finding = cause = None
+    names: tuple[str, ...] = ()
     if speedup.value < 1.0:
         finding = negative_scaling(base, point, speedup, losses, serial, change)
+        cause, names = str(finding.evidence["cause"]), tuple(finding.evidence["causes"])
+    elif grade != CLASSES[0][0]:
+        causes = causes_of(base, point, losses, model_step(base, point, speedup.value))
+        cause, names = "; ".join(causes.values()), tuple(causes)
     return Row(
         point,
         point.world_size,
         speedup,
         efficiency,
-        grade_of(efficiency.value),
+        grade,
         losses,
         None if own is None else own.value,
         limit_of(losses),
+        cause,
+        names,
         finding,
         change,
     )
@@ -311,6 +322,13 @@ def _notes(rows: Sequence[Row], serial: Interval | None) -> list[str]:
         notes.append(f"speedup is against world size {rows[0].world_size}, the smallest there is")
     if serial is not None and serial.value > 1:
         notes.append("no serial part explains these times: every device adds work of its own (communication)")
+    crowded = [row for row in rows if row.point.cpus and row.world_size > row.point.cpus]
+    if crowded:
+        cores = crowded[-1].point.cpus
+        notes.append(
+            f"{crowded[-1].world_size} processes share {cores} cores: efficiency beyond world size {cores} says "
+            "nothing of the code"
+        )
     beyond = [str(row.world_size) for row in rows if row.efficiency.value > BEYOND_LINEAR]
     if beyond:
         notes.append(

@@ -61,8 +61,8 @@ class StepModel:
 
     @property
     def shares_something(self) -> bool:
-        """Computing a part of the batch took as long as the whole: the processes share cores or a device."""
-        return self.ideal < 1.0 and (self.fewer_threads or self.compute >= self.base_compute)
+        """The processes share cores or a device: fewer threads each, or a part of the batch took as long as all."""
+        return self.fewer_threads or (self.ideal < 1.0 and self.compute >= self.base_compute)
 
     def _compute(self, batch: float) -> float:
         """Compute of one device of the larger world at a multiple of its batch."""

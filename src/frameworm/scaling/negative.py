@@ -81,7 +81,7 @@ def negative_scaling(
 
 
 def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> dict[str, str]:
-    """The causes that hold, each in words, the one that costs most first.
+    """The causes of what a world size loses, each in words, the one that costs most first.
 
     Where communication was not measured, all that a step takes beyond its fair share of compute counts as such.
     """
@@ -91,7 +91,7 @@ def causes_of(base: Point, point: Point, losses: Losses, model: StepModel) -> di
         found.append((losses.stragglers, {"stragglers": text}))
     if losses.input is not None and _told(losses.input, losses):
         found.append((losses.input, {"input": f"batches come too late ({losses.input:.0%} of the step)"}))
-    if model.shares_something and point.mean("compute_s") is not None:
+    if model.shares_something and point.mean("compute_s") is not None and _told(losses.other, losses):
         if model.fewer_threads:
             text = (
                 f"a process of the smaller world already computed on {base.threads} cores, each of these has "

@@ -10,6 +10,11 @@ from typing import Any, Literal
 from frameworm.records.estimate import known, quantile
 
 Mode = Literal["strong", "weak"]
+# What each mode means, as every table says it.
+MODES: dict[str, str] = {
+    "strong": "strong scaling: the global batch stays",
+    "weak": "weak scaling: the batch per device stays",
+}
 
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
 # Student's t at 97.5% where the expansion of `quantile` is not yet close.
@@ -72,7 +77,7 @@ class Point:
     device: str | None = None
     strategy: str | None = None
     precision: str | None = None
-    cpus: int | None = None  # of the machine, for runs on the CPU
+    cpus: int | None = None  # of all its machines, for runs on the CPU
     threads: int | None = None  # that one process computes with, for runs on the CPU
 
     @property

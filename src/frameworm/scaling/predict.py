@@ -53,6 +53,7 @@ class Row:
     straggler_s: float
     sent_bytes: float  # by one rank in a step
     samples_per_s: float | None
+    global_batch: int | None
     gpu_hours: float | None  # of the whole training: as many samples as the run's
     cost: float | None
 
@@ -118,8 +119,8 @@ class Predictor:
         source: The step of one device.
         network: What will lie between the ranks.
         setting: How they will work together.
-        scaling: `weak`: every device keeps the batch that was measured, the global batch grows. `strong`: the global
-            batch stays and is divided.
+        scaling: `strong`: the global batch stays and is divided. `weak`: every device keeps the batch that was
+            measured, the global batch grows.
         price_per_hour: Of one device.
     """
 
@@ -128,12 +129,12 @@ class Predictor:
         source: Source,
         network: Network,
         setting: Setting | None = None,
-        scaling: str = "weak",
+        scaling: str = "strong",
         price_per_hour: float | None = None,
     ) -> None:
         if scaling not in ("weak", "strong"):
-            raise ConfigError(f"scaling is weak or strong, not {scaling}")
-        self._source = source
+            raise ConfigError(f"scaling is strong or weak, not {scaling}")
+        self._source = source.on_one_device() if scaling == "strong" else source
         self._network = network
         self._setting = setting or Setting()
         self._scaling = scaling
@@ -167,7 +168,10 @@ class Predictor:
             self._speedup(late, world_size, self._worse, setting, 2),
         ]
         best, worst = max(speedup, *ends), min(speedup, *ends)
-        hours = None if source.steps is None else source.steps * source.profile.compute_s / 3600 / speedup * world_size
+        hours = None
+        if source.steps is not None:
+            alone_s = source.steps * source.world_size * source.profile.compute_s
+            hours = alone_s / 3600 / speedup * world_size
         per_step = None if source.samples is None else source.samples * self._samples_factor(world_size)
         return Row(
             world_size,
@@ -180,6 +184,7 @@ class Predictor:
             timeline.straggler_s,
             timeline.sent_bytes,
             None if per_step is None else per_step / timeline.step_s,
+            per_step,
             hours,
             None if hours is None or self._price is None else hours * self._price,
         )

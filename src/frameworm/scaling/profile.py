@@ -40,6 +40,7 @@ class Source:
             where nobody knows.
         steps: Of the whole training, for its cost.
         samples: In one step of one device.
+        world_size: Of the run that was measured.
         unknown: What could not be learned from it, in words.
     """
 
@@ -50,10 +51,17 @@ class Source:
     fixed_share: tuple[float, float, float] | None = None
     steps: int | None = None
     samples: int | None = None
+    world_size: int = 1
     device: str | None = None
     on_cpu: bool = False
     unknown: tuple[str, ...] = ()
     sync: tuple[float, int] | None = None  # seconds that all gradients take, and between how many ranks
+
+    def on_one_device(self) -> Source:
+        """The whole global batch on one device: the measured micro-batches of all ranks, one after the other."""
+        profile = replace(self.profile, accumulation=self.profile.accumulation * self.world_size)
+        samples = None if self.samples is None else self.samples * self.world_size
+        return replace(self, profile=profile, samples=samples, world_size=1)
 
 
 def load_run(path: str | Path) -> Source:
@@ -115,6 +123,7 @@ def from_record(
         overlap_measured=measured,
         steps=record.steps or None,
         samples=None if record.batch.global_ is None else record.batch.global_ // world_size,
+        world_size=world_size,
         device=record.device,
         on_cpu=on_cpu,
         unknown=tuple(unknown),

@@ -107,6 +107,8 @@ class RunFacts:
         if compression is not None and compression.plain_bytes_per_step:
             sent = compression.plain_bytes_per_step
         on_cpu = (record.environment or {}).get("device") == "cpu"
+        cpus = (record.environment or {}).get("cpus_usable")
+        hosts = len({rank.host for rank in record.ranks}) or 1
         length = model.get("max_seq_len")
         return Point(
             dataset=self.dataset,
@@ -124,7 +126,7 @@ class RunFacts:
             device=record.device,
             strategy=record.strategy,
             precision=record.precision,
-            cpus=(record.environment or {}).get("cpus_usable") if on_cpu else None,
+            cpus=cpus * hosts if on_cpu and cpus else None,
             threads=(record.environment or {}).get("torch_threads") if on_cpu else None,
         )
 

@@ -36,6 +36,7 @@ _ADVICE = {
     "needs cores of its own",
     "input": "raise data.num_workers and data.prefetch_factor, or use batching: packed, until data_wait is gone",
     "smaller_batch": "raise training.global_batch: the batch of one device has become too small to use it well",
+    "shared_device": "give each process cores or a device of its own",
     "other": "run `frameworm profile` at this world size: no phase of the runs explains the lost time",
 }
 # A factor of e**20 either way says all there is to say: nothing is known.
@@ -151,10 +152,11 @@ def _speed(point: Point, over: str) -> Measure | None:
 
 def _cause(row: analysis.Row) -> str:
     if row.finding is not None:
-        return plain(row.finding.evidence.get("cause") or "")
+        return plain(row.cause or "")
     if row.losses is None or row.limit is None or row.losses.largest is None:
         return ""
-    return f"{row.losses.parts[row.losses.largest]:.0%} of the step is lost to {row.limit}"
+    lost = f"{row.losses.parts[row.losses.largest]:.0%} of the step is lost to {row.limit}"
+    return f"{lost}: {plain(row.cause)}" if row.cause else lost
 
 
 def _recommendation(row: analysis.Row, speedup: Measure | None, *, alone: bool) -> str:
@@ -175,6 +177,8 @@ def _advice(row: analysis.Row) -> str:
     if row.grade == "excellent":
         return "use it, and try more devices"
     largest = None if row.losses is None else row.losses.largest
+    if largest == "other" and "shared_device" in row.causes:
+        largest = "shared_device"
     advice = "" if largest is None else _ADVICE[largest]
     if row.grade == "good":
         return f"use it; for more: {advice}" if advice else "use it"

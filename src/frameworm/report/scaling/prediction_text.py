@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from frameworm.report.kit.layout import field, heading, table
 from frameworm.report.kit.tables import plain
+from frameworm.scaling.points import MODES
 from frameworm.scaling.predict import BreakEven, Change, Prediction, Range, Row
 
 _BAR = 40
@@ -20,11 +21,8 @@ _KINDS = {
 
 def render_prediction(prediction: Prediction, width: int = 100) -> str:
     """Everything, for a terminal."""
-    kept = "the batch per device stays" if prediction.scaling == "weak" else "the global batch stays"
     sent = "" if prediction.compression == "off" else f" · {prediction.compression}"
-    title = (
-        f"prediction · {plain(prediction.source)} · {prediction.scaling} scaling: {kept} · {prediction.strategy}{sent}"
-    )
+    title = f"prediction · {plain(prediction.source)} · {MODES[prediction.scaling]} · {prediction.strategy}{sent}"
     lines = [*heading(title, width), *field("network", plain(prediction.network), width), ""]
     lines += table(_rows(prediction.rows), width)
     lines += ["", *_bars(prediction.rows), ""]
@@ -41,13 +39,15 @@ def render_prediction(prediction: Prediction, width: int = 100) -> str:
 def _rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     with_hours = any(row.gpu_hours is not None for row in rows)
     with_cost = any(row.cost is not None for row in rows)
-    titles = ["ranks", "step", "speedup", "efficiency", "exposed", "waiting"]
+    with_batch = any(row.global_batch is not None for row in rows)
+    titles = ["ranks", *(["batch"] if with_batch else []), "step", "speedup", "efficiency", "exposed", "waiting"]
     titles += ["GPU-hours"] if with_hours else []
     titles += ["cost"] if with_cost else []
     found = [(*titles, "")]
     for row in rows:
         cells = [
             str(row.world_size),
+            *([str(row.global_batch or "")] if with_batch else []),
             f"{_ms(row.step_s.value)} ({_number(row.step_s.low * 1e3)}..{_number(row.step_s.high * 1e3)})",
             _times(row.speedup),
             f"{row.efficiency.value:.0%} ({row.efficiency.low:.0%}..{row.efficiency.high:.0%})",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from frameworm.report.kit.layout import field, heading, table
 from frameworm.report.kit.tables import number, seconds
 from frameworm.scaling.analysis import Analysis, Curve, Interval, Row
+from frameworm.scaling.points import MODES
 
 WIDTH = 110
 HEADER = ("world size", "runs", "batch", "epoch", "samples/s", "speedup", "efficiency", "status")
@@ -22,7 +23,7 @@ def render_analysis(analysis: Analysis, width: int = WIDTH) -> str:
 
 
 def _curve(curve: Curve, width: int) -> list[str]:
-    lines = heading(f"{curve.label}, {curve.mode} scaling", width)
+    lines = heading(f"{curve.label}, {MODES[curve.mode]}", width)
     lines += table([HEADER, *(_cells(row) for row in curve.rows)], width)
     losses = [_loss_cells(row) for row in curve.rows if row.losses is not None]
     if losses:
@@ -32,10 +33,10 @@ def _curve(curve: Curve, width: int) -> list[str]:
         lines += field("serial part", f"{_share(curve.serial_fraction)} by Amdahl's law", width)
     for row in curve.rows:
         if row.finding is not None:
-            lines += field("slower", str(row.finding.evidence["cause"]), width)
+            lines += field("slower", row.cause or "", width)
             lines += [line for remedy in row.finding.remedies for line in field("  try", remedy.text, width)]
         elif row.limit is not None:
-            lines += field(f"limit at {row.world_size}", row.limit, width)
+            lines += field(f"limit at {row.world_size}", f"{row.limit}: {row.cause}" if row.cause else row.limit, width)
     for note in curve.notes:
         lines += field("note", note, width)
     return lines

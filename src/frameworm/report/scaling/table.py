@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from frameworm.scaling.points import MODES
 from frameworm.scaling.run_points import Excluded
 
 BASELINE = "baseline"
@@ -61,9 +62,7 @@ class Configuration:
     @property
     def title(self) -> str:
         """The label with how it scales."""
-        return (
-            f"{self.label} scaling" if self.label.endswith(f", {self.mode}") else f"{self.label}, {self.mode} scaling"
-        )
+        return f"{self.label.removesuffix(f', {self.mode}')}, {MODES[self.mode]}"
 
     @property
     def base(self) -> Row:

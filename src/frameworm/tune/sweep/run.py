@@ -20,7 +20,6 @@ from typing import Any
 
 from frameworm.config.load import dump_config, load_config_from_mapping
 from frameworm.errors import DeviceError, MissingPackageError, RunFolderError
-from frameworm.hardware.host import usable_cpus
 from frameworm.hardware.resolve import look_at_machine, resolve_here
 from frameworm.launch.allocation import Allocation
 from frameworm.launch.environment import own_command
@@ -114,10 +113,10 @@ def run_sweep(
     """
     tell = tell or (lambda text: None)
     commands = {size: _command(plan, size, allocation, per_host) for size in plan.world_sizes}
-    notes = _check_machine(plan, allocation)
+    _check_machine(plan, allocation)
     with _locked(out, plan, resume, tell) as lock:
         runs = _run_all(plan, out, commands, tell, lock)
-        return _judge(plan, out, runs, warmup, notes)
+        return _judge(plan, out, runs, warmup)
 
 
 def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, per_host: int | None) -> list[str]:
@@ -135,10 +134,10 @@ def _command(plan: SweepPlan, world_size: int, allocation: Allocation | None, pe
     return command if allocation is None else allocation.command(hosts, command)
 
 
-def _check_machine(plan: SweepPlan, allocation: Allocation | None) -> list[str]:
-    """Refuse more processes than GPUs; more processes than cores are told."""
+def _check_machine(plan: SweepPlan, allocation: Allocation | None) -> None:
+    """Refuse more processes than GPUs."""
     if allocation is not None:
-        return []
+        return
     machine = look_at_machine(plan.config)
     most = plan.world_sizes[-1]
     if machine.device == "cuda" and most > machine.device_count:
@@ -146,10 +145,6 @@ def _check_machine(plan: SweepPlan, allocation: Allocation | None) -> list[str]:
             f"world size {most} needs {most} GPUs and this machine has {machine.device_count}: leave it out of "
             "--world-sizes, run inside a SLURM allocation, or set gpu.device=cpu to try the sweep out"
         )
-    cores = usable_cpus()
-    if machine.device == "cpu" and most > cores:
-        return [f"{most} processes share {cores} cores: efficiency beyond world size {cores} says nothing of the code"]
-    return []
 
 
 def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: Tell, lock: int) -> list[SweepRun]:
@@ -182,12 +177,12 @@ def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: T
     return runs
 
 
-def _judge(plan: SweepPlan, out: Path, runs: list[SweepRun], warmup: int, notes: list[str]) -> SweepResult:
+def _judge(plan: SweepPlan, out: Path, runs: list[SweepRun], warmup: int) -> SweepResult:
     try:
         collection = collect(out / RUNS, warmup)
     except RunFolderError:  # not one run has come as far as a folder
         collection = Collection(())
-    result = SweepResult(plan, out, runs, analyse(collection.points), collection, notes=list(notes))
+    result = SweepResult(plan, out, runs, analyse(collection.points), collection)
     if collection.points or collection.excluded:
         try:
             result.files = list(write_report(out / RUNS, out, warmup, None).files)
