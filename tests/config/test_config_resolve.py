@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frameworm.config.load import dump_config, load_config, load_config_from_mapping
-from frameworm.config.resolve import DEFAULT_GLOBAL_BATCH, effective_lr, resolve
+from frameworm.config.resolve import DEFAULT_GLOBAL_BATCH, effective_lr, growing_batch_note, resolve
 from frameworm.config.schema import Config, ParallelConfig
 from frameworm.errors import ConfigError, DeviceError
 
@@ -306,3 +306,20 @@ def test_a_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     done = resolve(config_of(training={"batch_size": 3}), world_size=2, device="cuda", bf16=True)
     (tmp_path / "config.yaml").write_text(dump_config(done))
     assert load_config(tmp_path / "config.yaml", environ={}) == done
+
+
+def test_a_batch_per_device_is_said_to_grow_with_the_ranks() -> None:
+    said = growing_batch_note(config_of(training={"batch_size": 16, "accumulation": 2}).training, 4)
+    assert said is not None
+    assert "global batch is 128" in said
+    assert "training.batch_size is per device" in said
+    assert "training.global_batch=32" in said
+    assert "micro_batch is per device" in str(growing_batch_note(config_of(training={"micro_batch": 5}).training, 3))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "training"),
+    [(1, {"batch_size": 16}), (4, {"global_batch": 64, "micro_batch": 16}), (4, {}), (2, {"accumulation": 2})],
+)
+def test_a_batch_that_does_not_grow_needs_no_note(world_size: int, training: dict[str, Any]) -> None:
+    assert growing_batch_note(config_of(training=training).training, world_size) is None

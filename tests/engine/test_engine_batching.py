@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
+from workbench import classification, make_optimizer, mlp
 
+from frameworm import Trainer
 from frameworm.config.load import load_config_from_mapping
 from frameworm.engine.run import run
 from frameworm.errors import TrainingInterruptedError
@@ -90,3 +94,25 @@ def test_compiled_steps_have_fewer_widths(compiled: bool, data_cache_dir: Path) 
     loader = build_loader(config, workload, workload.train_data, evaluation=False)
     seen = {batch["input_ids"].shape[1] for batch in loader}
     assert 8 < len(seen) <= 16 if compiled else len(seen) > 16
+
+
+def _notes_of_both_ways(rank: int, world_size: int, cache: Path) -> tuple[list[str], list[str]]:
+    sections = {
+        "model": {"d_model": 16, "n_heads": 2, "num_layers": 1, "dim_feedforward": 32, "max_seq_len": 32},
+        "data": {"cache_dir": str(cache), "limit": 100, "vocab_size": 512},
+        "training": {"max_steps": 2, "batch_size": 8},
+        "gpu": {"device": "cpu"},
+    }
+    by_config = run(load_config_from_mapping(sections, environ={}), out=None)
+    model = mlp()
+    trainer = Trainer(model, make_optimizer("sgd", model), run_dir=None, device="cpu", max_steps=2)
+    by_loader = trainer.train(DataLoader(classification(64), batch_size=4))
+    assert (by_config.batch.global_, by_loader.batch.global_) == (16, 8)
+    return by_config.notes, by_loader.notes
+
+
+def test_a_batch_per_rank_is_noted(run_ranks: Callable[..., list[Any]], data_cache_dir: Path) -> None:
+    by_config, by_loader = run_ranks(_notes_of_both_ways, args=(data_cache_dir,))[0]
+    assert sum("the global batch is 16: training.batch_size" in note for note in by_config) == 1
+    assert not any("loader's batch_size" in note for note in by_config)
+    assert any("the global batch is 8: the loader's batch_size 4" in note for note in by_loader)

@@ -129,6 +129,19 @@ def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = Fal
     raise BatchError(_does_not_fit(total, unit, world_size, micro, accumulation))
 
 
+def growing_batch_note(training: TrainingConfig, world_size: int) -> str | None:
+    """Say that the batch was given per device, so that the global batch is the larger the more ranks there are."""
+    per_device = training.batch_size if training.micro_batch == "auto" else training.micro_batch
+    if world_size == 1 or training.global_batch is not None or per_device is None:
+        return None
+    key = "micro_batch" if training.batch_size is None else "batch_size"
+    total = batch_of(training, world_size).global_batch
+    return (
+        f"the global batch is {total}: training.{key} is per device, and there are {world_size} ranks; to train as on "
+        f"one device, set training.global_batch={total // world_size} instead"
+    )
+
+
 def _divide_up(number: int, by: int) -> int:
     return -(-number // by)
 

@@ -243,7 +243,7 @@ class TrainingConfig(Section):
     micro_batch: Count | Auto = Field(default="auto", description="Samples per forward pass on one device.")
     batch_size: Annotated[Count | None, OffNone] = Field(
         default=None,
-        description="Older spelling: the micro-batch per device; the global batch then grows with the world.",
+        description="Older spelling: the micro-batch per device; the global batch then grows with the world, as a note says.",
     )
     accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="Update rule.")

@@ -86,6 +86,7 @@ class Ingredients:
         seed: Seeds all generators; None: they stay as the caller has them.
         sets_backend: Whether torch's own switches follow the config, or stay as the caller has them.
         script: What was started, for runs without a name; None: the script of this process.
+        notes: Said at the start, and again in the summary.
     """
 
     model: nn.Module
@@ -102,6 +103,7 @@ class Ingredients:
     seed: int | None = None
     sets_backend: bool = True
     script: str | None = None
+    notes: Sequence[str] = ()
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
@@ -144,8 +146,17 @@ def build_job(config: Config, given: Ingredients) -> Job:
         validation = CudaDataLoader(validation, device)
     micro = getattr(loader, "batch_size", None)
     global_batch = training.global_batch
+    notes = list(given.notes)
     if global_batch is None and micro is not None:
         global_batch = micro * accumulation * process.world_size
+        if process.world_size > 1:
+            notes.append(
+                f"the global batch is {global_batch}: the loader's batch_size {micro} is per rank, and there are "
+                f"{process.world_size}; to train as on one device, divide it by {process.world_size}"
+            )
+    if process.rank == 0:
+        for text in notes:
+            log.info("%s", text)
     show = config.observe.progress
     return Job(
         config=config,
@@ -178,7 +189,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         ),
         saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,
-        notes=[text for text in (note, val_note, untrained) if text],
+        notes=[*notes, *(text for text in (note, val_note, untrained) if text)],
         advise=given.advise,
         gate=given.gate,
         beside=beside,

@@ -13,6 +13,7 @@ from torch import nn
 
 from frameworm.config.checks import HUB_PREFIX, check_buildable
 from frameworm.config.load import load_config_from_text, show_path
+from frameworm.config.resolve import growing_batch_note
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.load import check_same_model, load_newest
@@ -59,11 +60,13 @@ def run(
         callbacks: Listeners beside those the config asks for.
     """
     process = setup_ddp() if dist.is_initialized() else detect()
+    note = growing_batch_note(config.training, process.world_size)
     # A launcher of ours has checked the batch already, as strictly as it is to be.
     config = resolve_here(config, process.world_size, resized=resume is not None or reported_by_launcher())
     advise = functools.partial(planned_advice, config, process.world_size)
     workload = build_workload(config, TokenisingNotice())
-    return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise)
+    notes = [note] if note else []
+    return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise, notes=notes)
 
 
 def train_workload(
@@ -75,10 +78,12 @@ def train_workload(
     callbacks: Sequence[Listener] = (),
     advise: Advise | None = None,
     gate: Gate | None = None,
+    notes: Sequence[str] = (),
 ) -> RunRecord:
     """Train a workload by a resolved config; the rest as for `run`.
 
     Args:
+        notes: Said at the start, and again in the summary.
         advise: Finds settings that fit when memory runs out; None: no time is spent on that.
         gate: Stands before every step.
     """
@@ -109,6 +114,7 @@ def train_workload(
         gate=gate,
         seed=config.seed,
         script=f"workload {config.workload}",
+        notes=notes,
     )
     return run_job(build_job(config, given))
 
