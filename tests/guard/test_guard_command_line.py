@@ -13,7 +13,7 @@ import pytest
 from synthetic_runs import MACHINE, QUIET, store, times
 
 from frameworm.cli.main import main
-from frameworm.records.schema import Memory, Quality
+from frameworm.records.schema import Memory, Quality, Throughput
 
 
 class Ended(NamedTuple):
@@ -78,6 +78,50 @@ def test_json(frameworm: Callable[..., Ended]) -> None:
     compared = json.loads(frameworm("compare", "before", "slow", "--json").stdout)
     assert compared["typical"]["low"] < compared["typical"]["ratio"] < compared["typical"]["high"]
     assert any("backward explains" in sentence for sentence in compared["sentences"])
+
+
+def test_targets_need_no_baseline(frameworm: Callable[..., Ended], tmp_path: Path) -> None:
+    store(tmp_path / "quick", times(6, QUIET, 277), throughput=Throughput(samples_per_s=1500.0))
+    met = frameworm("guard", "quick", "--targets")
+    assert met.code == 0, met
+    assert "guard · quick against its targets" in met.stdout
+    assert "samples/s > 1,000 1,500 met" in " ".join(met.stdout.split())
+    missed = frameworm("guard", "quick", "--target", "samples_per_s=2000")
+    assert missed.code == 1
+    assert "verdict     missed" in missed.stdout
+    assert "samples/s 1,500, target > 2,000" in missed.stdout
+    _fits(missed.stdout)
+    # Another target that nobody asked about does not matter, one that was asked for must be known.
+    assert "CPU" not in missed.stdout
+    unknown = frameworm("guard", "quick", "--target", "io_wait=0.5")
+    assert unknown.code == 3
+    assert "io_wait was not measured in quick" in unknown.stdout
+    assert frameworm("guard", "quick", "--targets", "--target", "samples_per_s=off", "--target", "cpu=off").code == 3
+    wrong = frameworm("guard", "quick", "--target", "samples=1")
+    assert wrong.code == 2
+    assert "samples_per_s" in wrong.stderr
+    assert "--targets" in frameworm("guard", "quick").stderr
+
+
+def test_targets_beside_a_baseline(frameworm: Callable[..., Ended], tmp_path: Path) -> None:
+    speed = Throughput(samples_per_s=1500.0)
+    store(tmp_path / "again", times(2, QUIET, 277), throughput=speed)
+    store(tmp_path / "slower", [value * 1.15 for value in times(3, QUIET, 277)], throughput=speed)
+    missed = frameworm("guard", "again", "--baseline", "before", "--target", "samples_per_s=1e9", "--json")
+    found = json.loads(missed.stdout)
+    assert (missed.code, found["verdict"], found["exit_code"]) == (1, "missed", 1)
+    assert found["targets"]["again"][0]["grade"] == "missed"
+    worse = frameworm("guard", "slower", "--baseline", "before", "--target", "samples_per_s=1e9")
+    assert "verdict     regression" in worse.stdout
+    assert "target > 1e+09" in worse.stdout
+    assert frameworm("guard", "again", "--baseline", "before", "--target", "samples_per_s=1").code == 0
+
+
+def test_a_failed_run_meets_no_targets(frameworm: Callable[..., Ended], tmp_path: Path) -> None:
+    store(tmp_path / "broken", times(6, QUIET, 277), throughput=Throughput(samples_per_s=1500.0), status="failed")
+    ended = frameworm("guard", "broken", "--targets")
+    assert ended.code == 3
+    assert "broken is failed" in ended.stdout
 
 
 def test_memory_and_quality(frameworm: Callable[..., Ended], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from frameworm.records.schema import (
     Memory,
     RunRecord,
     StepRecord,
+    compute_ratio_of,
 )
 from frameworm.records.series import SeriesPoint
 from frameworm.records.statistics import StepAggregate
@@ -124,7 +125,7 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
         precision=facts.get("precision"),
         parameters=facts.get("parameters"),
         memory=around.memory,
-        checkpoint=CheckpointStatistics(first.checkpoints, first.checkpoint_s if first.checkpoints else None),
+        checkpoint=_checkpoints(first),
         system=around.system,
         compilation=around.compilation,
         other_time=around.other_time,
@@ -143,6 +144,7 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
             place.share = other.share * place.samples / record.other_time.samples
     record.ranks = [rank.summary(number) for number, rank in ranks.items()]
     record.communication = _communication(record.ranks, world_size, facts)
+    record.communication.compute_ratio = compute_ratio_of(record.phases, record.communication.total_s)
     record.unseen = _unseen(record, facts) if first.aggregate.steps else []
     if not record.steps and not around.notes:
         record.notes.append("no training step was seen: none of torch's optimizers has stepped in this process")
@@ -150,6 +152,13 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
     if ranks and absent:
         record.notes.append(f"no steps of rank {', '.join(absent)} are in the folder")
     return record, first.aggregate.series()
+
+
+def _checkpoints(rank: _Rank) -> CheckpointStatistics:
+    """A script saves between two steps: training stands still for as long as it takes."""
+    if not rank.checkpoints:
+        return CheckpointStatistics()
+    return CheckpointStatistics(rank.checkpoints, rank.checkpoint_s, rank.checkpoint_s)
 
 
 def all_steps(folder: RunFolder) -> dict[int, Iterable[StepRecord]]:
@@ -160,7 +169,9 @@ def all_steps(folder: RunFolder) -> dict[int, Iterable[StepRecord]]:
 def judge_record(record: RunRecord, folder: RunFolder) -> None:
     """Put verdict and findings into a record, from it and what else its folder holds."""
     from frameworm.diagnose.rules.judge import apply_judgement, judge
+    from frameworm.diagnose.targets import grade_targets
 
+    record.targets = grade_targets(record)
     apply_judgement(record, judge(record, steps=all_steps(folder), system=record.system, trace=stored_trace(folder)))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import typer
 
@@ -14,7 +15,8 @@ from frameworm.errors import BaselineError
 if TYPE_CHECKING:
     from frameworm.guard.baseline import Baseline
     from frameworm.guard.figures import RunFigures
-    from frameworm.guard.limits import Limits
+    from frameworm.guard.regression import Judgement
+    from frameworm.records.observations import Target
 
 
 def register(app: typer.Typer) -> None:
@@ -48,11 +50,17 @@ def compare(
 
 def guard(
     runs: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of the runs to judge."),
-    baseline: Path = typer.Option(..., "--baseline", help="Baseline file, or the folder of a run."),
+    baseline: Optional[Path] = typer.Option(  # noqa: UP045
+        None, "--baseline", help="Baseline file, or the folder of a run; not needed with --targets."
+    ),
     max_regression: str = typer.Option("5%", help="Most that a step may take longer; off: not guarded."),
     max_memory: str = typer.Option("10%", help="Most that peak memory may grow."),
     max_accuracy_drop: str = typer.Option("1%", help="Most points that validation accuracy may drop."),
     max_loss_increase: str = typer.Option("10%", help="Most that the losses may grow."),
+    targets: bool = typer.Option(False, "--targets", help="Fail on targets the runs missed (observe.targets)."),
+    limits_of_targets: list[str] = typer.Option(
+        [], "--target", metavar="NAME=LIMIT", help="Fail on this target too, or on another limit: samples_per_s=2000."
+    ),
     update_baseline: bool = typer.Option(
         False, "--update-baseline", help="Add the runs to the baseline file if they are ok, or make it."
     ),
@@ -62,13 +70,18 @@ def guard(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the judgement as JSON."),
 ) -> None:
-    """Judge runs by a baseline. Exit code 0: ok, 1: regression, 2: usage, 3: inconclusive.
+    """Judge runs by a baseline, by targets, or by both.
+
+    Exit code 0: ok, 1: regression or a missed target, 2: usage, 3: inconclusive.
 
     Example: frameworm guard runs/new --baseline tests/perf/quickstart.json --max-regression 5%
+
+    By targets: frameworm guard runs/new --targets --target samples_per_s=2000
     """
     from frameworm.guard.baseline import read_baseline
     from frameworm.guard.figures import read_runs
     from frameworm.guard.limits import Limits, parse_limit
+    from frameworm.guard.regression import Judgement, judge, judge_targets
 
     limits = Limits(
         parse_limit(max_regression, "--max-regression"),
@@ -78,6 +91,13 @@ def guard(
     )
     if accept and not update_baseline:
         raise BaselineError("--accept says what to write into the baseline; give --update-baseline with it")
+    graded = _graded(runs, limits_of_targets, targets) if targets or limits_of_targets else None
+    if baseline is None:
+        if update_baseline or graded is None:
+            raise BaselineError("give --baseline FILE to compare with, or --targets to judge a run by its targets")
+        judgement = Judgement(reasons=graded.reasons)
+        judge_targets(judgement, graded.targets, sorted(graded.required))
+        _show(judgement, None, ", ".join(graded.targets), as_json)
     if update_baseline and baseline.is_dir():
         raise BaselineError(f"{baseline} is the folder of a run; --update-baseline needs a file to write to")
     judged = read_runs(str(run) for run in runs)
@@ -86,35 +106,67 @@ def guard(
         return
     stored = read_baseline(baseline)
     _refuse_itself(stored, runs)
-    raise typer.Exit(_judge(stored, judged, limits, allow_different_hardware, update_baseline, as_json))
+    judgement = judge(stored.runs, judged, limits, allow_different_hardware=allow_different_hardware)
+    if graded is not None:
+        judge_targets(judgement, graded.targets, sorted(graded.required))
+    if update_baseline:
+        _add_if_ok(stored, judged, judgement)
+    _show(judgement, f"{stored.path} ({_count(stored.runs)})", ", ".join(run.name for run in judged), as_json)
 
 
-def _judge(
-    stored: Baseline,
-    judged: list[RunFigures],
-    limits: Limits,
-    allow_different_hardware: bool,
-    update_baseline: bool,
-    as_json: bool,
-) -> int:
+def _add_if_ok(stored: Baseline, judged: list[RunFigures], judgement: Judgement) -> None:
     from frameworm.guard.baseline import with_runs, write_baseline
-    from frameworm.guard.regression import judge
+
+    if judgement.verdict == "ok":
+        renewed = with_runs(stored, judged)
+        write_baseline(renewed)
+        judgement.notes.append(f"the baseline now holds {_count(renewed.runs)}")
+    else:
+        judgement.notes.append("the baseline is as before; --update-baseline --accept makes this the new normal")
+
+
+def _show(judgement: Judgement, before: str | None, after: str, as_json: bool) -> NoReturn:
     from frameworm.report.checks.guard import judgement_sentences, render_judgement
 
-    judgement = judge(stored.runs, judged, limits, allow_different_hardware=allow_different_hardware)
-    if update_baseline:
-        if judgement.verdict == "ok":
-            renewed = with_runs(stored, judged)
-            write_baseline(renewed)
-            judgement.notes.append(f"the baseline now holds {_count(renewed.runs)}")
-        else:
-            judgement.notes.append("the baseline is as before; --update-baseline --accept makes this the new normal")
     if as_json:
         _print_json(judgement, exit_code=judgement.exit_code, sentences=judgement_sentences(judgement))
     else:
-        name = f"{stored.path} ({_count(stored.runs)})"
-        say(render_judgement(judgement, name, ", ".join(run.name for run in judged)), end="")
-    return judgement.exit_code
+        say(render_judgement(judgement, before, after), end="")
+    raise typer.Exit(judgement.exit_code)
+
+
+def _graded(runs: list[Path], limits: list[str], every: bool) -> _Graded:
+    """The targets of each run: all that its config sets, or only those that are given, by the limits given."""
+    from frameworm.config.load import load_config, load_config_from_mapping
+    from frameworm.diagnose.targets import grade_targets
+    from frameworm.records.store import RunFolder
+
+    given = [f"observe.targets.{item}" for item in limits]
+    names = {item.partition("=")[0].strip() for item in limits}
+    found = _Graded()
+    for path in runs:
+        folder = RunFolder.open(path)
+        if folder.config.exists():
+            config = load_config(folder.config, given, environ={})
+        else:  # of a script: the usual targets
+            config = load_config_from_mapping({}, given, environ={})
+        record, targets = folder.read_summary(), config.observe.targets
+        wanted = {"time_to_quality_s" if "quality" in name else name for name in names if getattr(targets, name)}
+        graded = grade_targets(record, targets)
+        found.targets[str(path)] = [item for item in graded if every or item.name in wanted]
+        found.required |= wanted
+        if record.status != "completed":
+            found.reasons.append(f"{path} is {record.status}; only completed runs are judged")
+    return found
+
+
+@dataclasses.dataclass
+class _Graded:
+    """The targets of each run, those that must be known for an ok, and why a run cannot be judged."""
+
+    targets: dict[str, list[Target]] = dataclasses.field(default_factory=dict)
+    required: set[str] = dataclasses.field(default_factory=set)
+    reasons: list[str] = dataclasses.field(default_factory=list)
 
 
 def _write_anew(path: Path, runs: list[RunFigures]) -> None:
@@ -138,8 +190,6 @@ def _count(runs: list[RunFigures]) -> str:
 
 
 def _print_json(value: Any, **more: Any) -> None:
-    import dataclasses
-
     from frameworm.records.schema import json_ready
 
     data = dataclasses.asdict(value)

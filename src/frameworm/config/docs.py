@@ -107,6 +107,8 @@ def _table(title: str, sentence: str | None, rows: list[tuple[str, FieldInfo]], 
 
 def _default(field: FieldInfo) -> str:
     value: Any = field.default
+    if isinstance(value, BaseModel):
+        return "as below"
     if value is None:
         return "not set"
     if isinstance(value, bool):

@@ -20,6 +20,7 @@ from frameworm.config.model_sections import (
     TextClassifierModelConfig,
     model_section_of,
 )
+from frameworm.config.observe_section import ObserveConfig, TargetsConfig
 from frameworm.config.problems import Origins, combination_error
 from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section, Share
 
@@ -56,24 +57,6 @@ class CheckpointConfig(Section):
         default="off",
         description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
     )
-
-
-class ObserveConfig(Section):
-    """What is written down about a run."""
-
-    sinks: list[Literal["jsonl", "tensorboard"]] = Field(default=["jsonl"], description="Where step records go.")
-    trace: Annotated[Literal["off", "window"], OffWord] = Field(
-        default="off",
-        description="window: torch.profiler over five steps after the first twelve, as trace-rank{r}.json.gz.",
-    )
-    nvtx: bool = Field(default=False, description="NVTX ranges around the phases of each step, for Nsight Systems.")
-    system_interval_s: Annotated[float | None, OffNone] = Field(
-        default=1.0,
-        gt=0,
-        description="Seconds between two looks at GPU, cores, memory and network, shorter in the first seconds; off "
-        "takes none.",
-    )
-    progress: bool | Auto = Field(default="auto", description="Progress line; auto draws it on terminals only.")
 
 
 class ParallelConfig(Section):
@@ -156,6 +139,7 @@ __all__ = [
     "ObserveConfig",
     "ParallelConfig",
     "Section",
+    "TargetsConfig",
     "TextClassifierModelConfig",
     "TrainingConfig",
     "model_section_of",
@@ -243,7 +227,8 @@ class TrainingConfig(Section):
     micro_batch: Count | Auto = Field(default="auto", description="Samples per forward pass on one device.")
     batch_size: Annotated[Count | None, OffNone] = Field(
         default=None,
-        description="Older spelling: the micro-batch per device; the global batch then grows with the world, as a note says.",
+        description="Older spelling: the micro-batch per device; the global batch then grows with the world, and a "
+        "note says so.",
     )
     accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="Update rule.")

@@ -1,66 +1,107 @@
-"""The usual targets of a training, graded: met, missed, or unknown where nobody measured."""
+"""The targets of a training, graded: met, missed, or unknown where nobody measured."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from frameworm.config.observe_section import TargetsConfig
 from frameworm.records.estimate import known
-from frameworm.records.schema import RunRecord, Statistics
+from frameworm.records.observations import SystemSummary, Target
+from frameworm.records.schema import EpochRecord, RunRecord, Statistics
 
 MET, MISSED, UNKNOWN = "met", "missed", "unknown"
 
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One target: a share (`unit` %) or a time (`unit` s), its limit, and how the run did."""
-
-    name: str
-    goal: str
-    value: float | None
-    grade: str
-    unit: str = "%"
-    on_gpu: bool = False  # means nothing on a CPU
-
-
-def grade_targets(record: RunRecord) -> list[Target]:
-    """All targets, in a fixed order."""
-    system = record.system
-    checkpoint = record.checkpoint
-    stall_s, count = known(checkpoint.stall_s), known(checkpoint.count)
-    return [
-        _graded("GPU busy", ">", 0.85, _mean(system.gpu_busy) if system else None, on_gpu=True),
-        _graded("GPU memory", ">", 0.7, _gpu_memory(record), on_gpu=True),
-        _graded("CPU", "<", 0.8, _mean(system.cpu_busy) if system else None),
-        _graded("I/O wait", "<", 0.1, _mean(system.io_wait) if system else None),
-        _graded("checkpoint", "<", 1.0, stall_s / count if stall_s is not None and count else None, unit="s"),
-    ]
-
-
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">": operator.gt, "<": operator.lt}
+_LOWER_IS_BETTER = ("val_loss", "train_loss")
+
+
+def grade_targets(record: RunRecord, limits: TargetsConfig | None = None) -> list[Target]:
+    """All targets that are set, in a fixed order, without those of a GPU for a run on a CPU.
+
+    Args:
+        record: The run.
+        limits: What it should reach; the usual targets unless given.
+    """
+    limits = limits or TargetsConfig()
+    system, checkpoint = record.system or SystemSummary(), record.checkpoint
+    save_s, stall_s = (_each(total_s, checkpoint.count) for total_s in (checkpoint.save_s, checkpoint.stall_s))
+    found = [
+        _graded("samples_per_s", "samples/s", ">", limits.samples_per_s, record.throughput.samples_per_s, "/s"),
+        _graded("cpu", "CPU", "<", limits.cpu, _mean(system.cpu_busy)),
+        _graded("io_wait", "I/O wait", "<", limits.io_wait, _mean(system.io_wait)),
+        _graded("host_memory", "system memory", "<", limits.host_memory, _most(system.host_memory)),
+        _graded("checkpoint_save_s", "checkpoint save", "<", limits.checkpoint_save_s, save_s, "s"),
+        _graded("checkpoint_stall_s", "checkpoint stall", "<", limits.checkpoint_stall_s, stall_s, "s"),
+        _time_to_quality(record, limits),
+    ]
+    if _device_of(record).lower() != "cpu":
+        found[:0] = [
+            _graded("gpu_busy", "GPU busy", ">", limits.gpu_busy, _mean(system.gpu_busy)),
+            _graded("gpu_memory", "GPU memory", ">", limits.gpu_memory, _gpu_memory(record)),
+        ]
+    return [target for target in found if target is not None]
 
 
 def _graded(
-    name: str, sign: str, limit: float, value: float | None, *, unit: str = "%", on_gpu: bool = False
-) -> Target:
-    goal = f"{sign} {limit:.0%}" if unit == "%" else f"{sign} {limit:g} {unit}"
+    name: str, label: str, sign: str, limit: float | None, value: float | None, unit: str = "%"
+) -> Target | None:
+    """One target; None where it is off."""
+    if limit is None:
+        return None
+    value = known(value)
+    goal = {"%": f"{sign} {limit:.0%}", "s": f"{sign} {limit:g} s"}.get(unit, f"{sign} {limit:,g}")
     grade = UNKNOWN if value is None else MET if _COMPARE[sign](value, limit) else MISSED
-    return Target(name, goal, value, grade, unit, on_gpu)
+    return Target(name, label, goal, limit, value, unit, grade)
+
+
+def _time_to_quality(record: RunRecord, limits: TargetsConfig) -> Target | None:
+    """Seconds of the epochs up to the first that was good enough; a run that never was has missed it."""
+    if limits.quality is None:
+        return None
+    metric, within_s = limits.quality_metric, limits.time_to_quality_s
+    time_s, seen = _reached_s(record.epochs, metric, limits.quality)
+    sign = "<=" if metric in _LOWER_IS_BETTER else ">="
+    goal = f"{metric} {sign} {limits.quality:g}" + ("" if within_s is None else f" in {within_s:g} s")
+    grade = UNKNOWN if not seen else MISSED if time_s is None or (within_s and time_s > within_s) else MET
+    return Target("time_to_quality_s", "time to quality", goal, within_s, time_s, "s", grade)
+
+
+def _reached_s(epochs: list[EpochRecord], metric: str, quality: float) -> tuple[float | None, bool]:
+    """When the metric was reached, if it was, and whether it was measured at all."""
+    passed_s, seen = 0.0, False
+    for epoch in epochs:
+        passed_s += epoch.epoch_time_s
+        value = known(getattr(epoch, metric))
+        if value is not None:
+            seen = True
+            if value <= quality if metric in _LOWER_IS_BETTER else value >= quality:
+                return passed_s, True
+    return None, seen
+
+
+def _each(total_s: float | None, count: int) -> float | None:
+    total_s = known(total_s)
+    return None if total_s is None or not known(count) else total_s / count
 
 
 def _mean(spread: Statistics | None) -> float | None:
     return None if spread is None else known(spread.mean)
 
 
+def _most(spread: Statistics | None) -> float | None:
+    return None if spread is None else known(spread.max)
+
+
+def _device_of(record: RunRecord) -> str:
+    return str((record.environment or {}).get("device") or record.device or "")
+
+
 def _gpu_memory(record: RunRecord) -> float | None:
     """Most of the GPU's memory in use at once: by this process, or by all where only the driver knows."""
-    environment = record.environment or {}
-    if environment.get("device") == "cpu" or record.device == "CPU":
-        return None
     system = record.system
     peak, total = known(record.memory.peak_bytes), known(record.memory.total_bytes)
-    if (environment.get("device") or record.device) and peak is not None and total:
+    if _device_of(record) and peak is not None and total:
         return peak / total
     if system is None or system.gpu_memory_bytes is None:
         return None

@@ -12,6 +12,7 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.diagnose.rules.judge import apply_judgement, judge
+from frameworm.diagnose.targets import grade_targets
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
@@ -28,6 +29,7 @@ from frameworm.records.schema import (
     Quality,
     RunRecord,
     StepRecord,
+    compute_ratio_of,
 )
 from frameworm.records.statistics import StepAggregate
 from frameworm.records.trace import TraceSummary
@@ -120,14 +122,15 @@ def summarise_communication(
     """The communication of this rank's mean step; a single rank has none."""
     if world_size == 1:
         return Communication(total_s=0.0, exposed_s=0.0, bytes_per_step=communicated_bytes)
-    total_s = aggregate.communication_s()
-    exposed = aggregate.phases().get(COMMUNICATION_EXPOSED)
+    total_s, phases = aggregate.communication_s(), aggregate.phases()
+    exposed = phases.get(COMMUNICATION_EXPOSED)
     return Communication(
         total_s=total_s,
         exposed_s=None if exposed is None or total_s is None else exposed.mean_s,
         bytes_per_step=communicated_bytes,
         rank_wait_s=aggregate.rank_wait_s(),
         slowest_rank=None if ranks is None else ranks.slowest_rank,
+        compute_ratio=compute_ratio_of(phases, total_s),
         buckets=[] if ranks is None else ranks.buckets(),
     )
 
@@ -147,6 +150,7 @@ def summarise_rank(rank: int, aggregate: StepAggregate) -> RankSummary:
 
 def judge_run(record: RunRecord, tally: Tally, config: Config) -> None:
     """Put verdict and findings into the record; a run that ended well is not lost to a fault in judging it."""
+    record.targets = grade_targets(record, config.observe.targets)
     try:
         judgement = judge(record, steps=tally.account, config=config, trace=_trace_of(record))
         if record.status == "failed" and judgement.verdict == "inconclusive":

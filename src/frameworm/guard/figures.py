@@ -29,6 +29,7 @@ CROWDED_FROM = 0.7
 
 # They say where things are or how the run is watched, not how it trains.
 _UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress")
+_UNTOLD_SECTION = "observe.targets."
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ def read_settings(folder: RunFolder) -> dict[str, Any]:
         raise RunFolderError(f"cannot read {folder.config}: {error}") from error
     flat: dict[str, Any] = {}
     _flatten(values if isinstance(values, dict) else {}, "", flat)
-    return {name: value for name, value in flat.items() if name not in _UNTOLD}
+    return {name: value for name, value in flat.items() if not name.startswith(_UNTOLD_SECTION) and name not in _UNTOLD}
 
 
 def read_runs(paths: Iterable[str]) -> list[RunFigures]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from frameworm.errors import BaselineError
@@ -24,12 +24,14 @@ from frameworm.guard.limits import Limits
 from frameworm.guard.statistics import PRIOR_SPREAD, Level, RatioInterval, independent_ratio, run_spread
 from frameworm.records.account import RARE
 from frameworm.records.estimate import quantile
+from frameworm.records.observations import Target
 
 OK = "ok"
 REGRESSION = "regression"
 INCONCLUSIVE = "inconclusive"
+MISSED = "missed"  # no regression, but a target was missed
 NOT_JUDGED = "not judged"
-EXIT_CODES = {OK: 0, REGRESSION: 1, INCONCLUSIVE: 3}
+EXIT_CODES = {OK: 0, REGRESSION: 1, MISSED: 1, INCONCLUSIVE: 3}
 
 # An ok for the time of a step means that twice the limit is out of the question.
 SEEN = 2.0
@@ -70,6 +72,7 @@ class Judgement:
     environment: list[Difference] = field(default_factory=list)
     run_spread: float | None = None
     spread_learned: bool = False
+    targets: dict[str, list[Target]] = field(default_factory=dict)  # of each run, where they are guarded
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -125,6 +128,28 @@ def judge(
         judgement.verdict = INCONCLUSIVE
         judgement.reasons.append("nothing could be judged")
     return judgement
+
+
+def judge_targets(
+    judgement: Judgement, targets: Mapping[str, Sequence[Target]], required: Collection[str] = ()
+) -> None:
+    """Let a judgement fail on targets that were missed, too; what was not measured is neither met nor missed.
+
+    Args:
+        judgement: Of the same runs against their baseline, or a new one where there is none.
+        targets: Of each run, graded.
+        required: Names of targets without which there is no ok.
+    """
+    judgement.targets = {name: list(items) for name, items in targets.items()}
+    grades = {item.grade for items in targets.values() for item in items}
+    for run, items in targets.items():
+        judged = {item.name for item in items if item.grade != "unknown"}
+        judgement.reasons += [f"{name} was not measured in {run}" for name in required if name not in judged]
+    if "missed" in grades and judgement.verdict != REGRESSION:
+        judgement.verdict = MISSED
+    elif judgement.verdict == OK and ("met" not in grades or judgement.reasons):
+        judgement.verdict = INCONCLUSIVE
+        judgement.reasons = judgement.reasons or ["no target was measured in these runs"]
 
 
 def check_fit(runs: Sequence[RunFigures]) -> None:

@@ -64,6 +64,19 @@ class RankSummary:
 
 
 @dataclass(slots=True)
+class Target:
+    """One of the targets of `observe.targets`, and how the run did."""
+
+    name: str  # key of observe.targets
+    label: str
+    goal: str  # in words: "> 85%"
+    limit: float | None
+    value: float | None
+    unit: str  # %: a share from 0 to 1, s: seconds, /s: per second
+    grade: str  # met, missed, or unknown where nobody measured
+
+
+@dataclass(slots=True)
 class SystemSample:
     """The machine at one moment, as one process sees it. What has no source here is None."""
 
@@ -80,6 +93,7 @@ class SystemSample:
     cpu_cores: list[float] = field(default_factory=list)  # share busy per usable core, 0 to 1
     cpu_process: float | None = None  # cores this process and its children kept busy
     io_wait: float | None = None  # share of the cores' time spent waiting for disks
+    host_memory: float | None = None  # share of the machine's memory in use, or of what its cgroup grants
     rss_bytes: int | None = None  # this process and its children
     threads: int | None = None
     disk_read_bytes: int | None = None  # since the sampler began
@@ -106,6 +120,7 @@ class SystemSummary:
     cpu_busiest_core: Statistics | None = None
     cpu_process: Statistics | None = None
     io_wait: Statistics | None = None
+    host_memory: Statistics | None = None  # share of the machine's memory in use
     rss_bytes: Statistics | None = None
     rss_growth_bytes_per_s: float | None = None
     gpu_memory_growth_bytes_per_s: float | None = None

@@ -19,6 +19,7 @@ from frameworm.records.observations import (
     OtherTime,
     RankSummary,
     SystemSummary,
+    Target,
 )
 from frameworm.records.observations import Statistics as Statistics
 from frameworm.records.typed import read_record
@@ -109,6 +110,16 @@ class Communication:
     slowest_rank: int | None = None
     buckets: list[Bucket] = field(default_factory=list)  # of the mean step on rank 0
     compression: Compression | None = None
+    compute_ratio: float | None = None  # seconds of computing to each second of communication
+
+
+COMPUTE_PHASES = ("forward", "backward", "optimizer")
+
+
+def compute_ratio_of(phases: Mapping[str, Phase], communication_s: float | None) -> float | None:
+    """Seconds of forward, backward and optimizer to each second of communication; None where one is unknown."""
+    computed_s = math.fsum(phases[name].mean_s for name in COMPUTE_PHASES if name in phases)
+    return computed_s / communication_s if computed_s and communication_s else None
 
 
 @dataclass(slots=True)
@@ -129,7 +140,8 @@ class Quality:
 @dataclass(slots=True)
 class CheckpointStatistics:
     count: int = 0
-    stall_s: float | None = None
+    stall_s: float | None = None  # of all of them, in which training stood still
+    save_s: float | None = None  # of all of them, from asking for one until it was durable
     largest_gap_steps: int | None = None  # between two checkpoints, or from the start to the first
     largest_gap_s: float | None = None
 
@@ -207,6 +219,7 @@ class RunRecord:
     source: str = "engine"  # engine, or attached to somebody else's script
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)  # by observe.targets
     notes: list[str] = field(default_factory=list)  # what the run wants said: fallbacks, losses of records, host waits
     epochs: list[EpochRecord] = field(default_factory=list)
     slow_steps: list[StepRecord] = field(default_factory=list)  # outliers of rank 0, slowest first

@@ -100,7 +100,7 @@ def test_any_record_can_be_judged(seed: int) -> None:
     steps = draw.choice((None, [invent(draw, StepRecord) for _ in range(draw.randrange(40))]))
     baseline = draw.choice((None, invent(draw, RunRecord)))
     check(record, steps=steps, config=draw.choice(CONFIGS), baseline=baseline)
-    assert len(grade_targets(record)) == 5
+    assert len(grade_targets(record)) in (6, 8)  # on a CPU two less
 
 
 @settings(max_examples=200, deadline=None)

@@ -163,8 +163,10 @@ def test_three_remedies_at_most_and_infos_on_one_line() -> None:
 
 def test_targets_are_graded_where_known() -> None:
     record = make_record()
+    record.throughput.samples_per_s = 2345.0
     text = " ".join(render_text(record).split())
-    assert "targets GPU busy > 85% unknown, GPU memory > 70% unknown, CPU < 80% unknown, I/O wait < 10%" in text
-    assert "checkpoint < 1 s met (83.3 ms)" in text
+    assert "targets GPU busy > 85% unknown, GPU memory > 70% unknown, samples/s > 1,000 met (2,345)" in text
+    assert "checkpoint stall < 1 s met (83.3 ms)" in text
+    record.throughput.samples_per_s = None
     record.checkpoint = CheckpointStatistics()
     assert "targets" not in render_text(record)

@@ -84,6 +84,7 @@ class CheckpointStore:
         self.count = 0
         self.failed = 0
         self.stall_s = 0.0
+        self.save_s = 0.0
         self.problem: str | None = None
         self.notes: list[str] = []
         self._retention = retention or Retention()
@@ -154,7 +155,8 @@ class CheckpointStore:
             capture(None, settled)
             self._skip(number, step)
         else:
-            job = _Job(number, step, perf_counter(), capture(self._staging, settled))
+            snapshot = capture(self._staging, settled)
+            job = _Job(number, step, begin + waited_s, snapshot)
             if last and self._thread is None:
                 self._writer.stay_here()  # a process for this one alone would only take time to start
             if self._writer.beside:
@@ -280,6 +282,7 @@ class CheckpointStore:
             self._free()
         self._conclude(job.step, problem)
         if problem is None:
+            self.save_s += perf_counter() - job.taken_at
             self._measure_gap(job.step, job.taken_at)
 
     def _free(self) -> None:
@@ -366,7 +369,7 @@ class CheckpointStore:
             return CheckpointStatistics()
         if self._stored is not None and step > self._stored[0]:  # the last save failed
             self._measure_gap(step, perf_counter())
-        return CheckpointStatistics(self.count, self.stall_s, self._gap_steps, self._gap_s)
+        return CheckpointStatistics(self.count, self.stall_s, self.save_s, self._gap_steps, self._gap_s)
 
     def all_notes(self) -> list[str]:
         """What the summary must say about checkpoints."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from frameworm.hardware.host import memory_limit_bytes, memory_used_bytes
+
 # Looking for children reads an entry of every process of the machine; they come and go rarely.
 LOOK_FOR_CHILDREN_EVERY = 5
 LOOPBACK = "lo"
@@ -110,6 +112,7 @@ class MachineState:
 
     cores: list[float] = field(default_factory=list)  # share busy, 0 to 1
     io_wait: float | None = None
+    memory: float | None = None  # share in use
     network_sent_bytes: int | None = None  # since the machine was first looked at
     network_received_bytes: int | None = None
 
@@ -133,6 +136,7 @@ class Machine:
         if times and self._times and len(times) == len(self._times):
             state.cores, state.io_wait = _core_shares(self._times, times)
         self._times = times
+        state.memory = _answer(_memory_in_use)
         interfaces = _answer(lambda: psutil.net_io_counters(pernic=True))
         if interfaces:
             sent = sum(item.bytes_sent for name, item in interfaces.items() if name != LOOPBACK)
@@ -142,6 +146,14 @@ class Machine:
             state.network_sent_bytes = max(0, sent - self._network[0])
             state.network_received_bytes = max(0, received - self._network[1])
         return state
+
+
+def _memory_in_use() -> float:
+    """Share of the memory that this machine, or this process's cgroup, has."""
+    limit_bytes = memory_limit_bytes()
+    if limit_bytes is None:
+        return float(psutil.virtual_memory().percent) / 100
+    return min(1.0, memory_used_bytes() / limit_bytes)
 
 
 def _core_shares(before: list[Any], now: list[Any]) -> tuple[list[float], float | None]:

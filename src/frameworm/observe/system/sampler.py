@@ -266,6 +266,7 @@ class _Sources:
             cpu_cores=machine.cores,
             cpu_process=cpu_process,
             io_wait=machine.io_wait,
+            host_memory=machine.memory,
             rss_bytes=family.rss_bytes,
             threads=family.threads,
             disk_read_bytes=family.disk_read_bytes,

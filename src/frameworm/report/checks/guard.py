@@ -29,14 +29,15 @@ _MOST_DIFFERENCES = 8
 _WORTH_A_ROW = 0.001
 
 
-def render_judgement(judgement: Judgement, before: str, after: str, width: int = 80) -> str:
+def render_judgement(judgement: Judgement, before: str | None, after: str, width: int = 80) -> str:
     """The verdict of the guard, its checks and what explains them, in lines of at most `width` characters.
 
     Args:
-        before: What the baseline is called.
+        before: What the baseline is called; None where there is none.
         after: What is judged.
     """
-    lines = heading(f"guard · {tables.plain(after)} against {tables.plain(before)}", width)
+    against = "its targets" if before is None else tables.plain(before)
+    lines = heading(f"guard · {tables.plain(after)} against {against}", width)
     lines += field("verdict", judgement.verdict, width)
     for sentence in judgement_sentences(judgement):
         lines += field("", sentence, width)
@@ -44,6 +45,8 @@ def render_judgement(judgement: Judgement, before: str, after: str, width: int =
         rows: list[tuple[str, ...]] = [("", "baseline", "now", "change", "95% interval", "limit", "")]
         rows += [_check_row(check) for check in judgement.checks]
         lines += ["", *table(rows, width), ""]
+    if judgement.targets:
+        lines += ["", *table(_target_rows(judgement), width), ""]
     if judgement.phases and _slower(judgement):
         lines += _phase_table(judgement.phases, "baseline", "now", "per step", width)
     for label, items in (("settings", judgement.settings), ("environment", judgement.environment)):
@@ -52,6 +55,16 @@ def render_judgement(judgement: Judgement, before: str, after: str, width: int =
     for note in judgement.notes:
         lines += field("note", tables.plain(note), width)
     return _joined(lines)
+
+
+def _target_rows(judgement: Judgement) -> list[tuple[str, ...]]:
+    several = len(judgement.targets) > 1
+    rows: list[tuple[str, ...]] = [("target", "goal", "here", *(("run",) if several else ()), "")]
+    for run, targets in judgement.targets.items():
+        for item in targets:
+            name = (tables.plain(run),) if several else ()
+            rows.append((item.label, item.goal, tables.target_value(item), *name, item.grade))
+    return rows
 
 
 def _joined(lines: Sequence[str]) -> str:
@@ -65,6 +78,10 @@ def judgement_sentences(judgement: Judgement) -> list[str]:
     for check in judgement.checks:
         if check.verdict == judgement.verdict and check.verdict in (REGRESSION, INCONCLUSIVE):
             sentences.append(_check_sentence(check))
+    for run, targets in judgement.targets.items():
+        of = f" in {tables.plain(run)}" if len(judgement.targets) > 1 else ""
+        missed = [item for item in targets if item.grade == "missed"]
+        sentences += [f"{item.label} {tables.target_value(item)}{of}, target {item.goal}" for item in missed]
     slower = _slower(judgement)
     if slower and judgement.explanation is not None and judgement.explanation.total_s > 0:
         sentences.append(_explanation_sentence(judgement.explanation, "step"))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.diagnose.rules.places import place_text
-from frameworm.diagnose.targets import Target, grade_targets
+from frameworm.diagnose.targets import grade_targets
+from frameworm.records.observations import Target
 from frameworm.records.schema import PHASES, Batch, EpochRecord, Finding, Remedy, RunRecord
 
 UNKNOWN = "unknown"
@@ -48,7 +49,7 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True)
 class TargetRow:
-    """One of the usual targets: its name and goal, what the run reached, and met, missed or unknown."""
+    """One target: its name and goal, what the run reached, and met, missed or unknown."""
 
     name: str
     goal: str
@@ -211,6 +212,8 @@ def checkpoint_text(record: RunRecord) -> str:
     if checkpoint.count == 0:
         return "none written"
     text = f"{checkpoint.count} written, stall {seconds(checkpoint.stall_s)}"
+    if checkpoint.save_s is not None:
+        text += f", {seconds(checkpoint.save_s / checkpoint.count)} each until durable"
     if checkpoint.largest_gap_steps is not None:
         text += f", largest gap {checkpoint.largest_gap_steps:,} steps ({seconds(checkpoint.largest_gap_s)})"
     return text
@@ -225,16 +228,17 @@ def verdict_text(record: RunRecord) -> str | None:
 
 
 def target_rows(record: RunRecord) -> list[TargetRow]:
-    """The usual targets, without those of a GPU on a CPU; empty when none of them is known."""
-    on_cpu = (record.environment.get("device") or record.device or "").lower() == "cpu"
-    targets = [target for target in grade_targets(record) if not (on_cpu and target.on_gpu)]
+    """The targets the run was held against, or the usual ones for older runs; empty when none of them is known."""
+    targets = record.targets or grade_targets(record)
     if all(target.value is None for target in targets):
         return []
-    return [TargetRow(target.name, target.goal, _target_value(target), target.grade) for target in targets]
+    return [TargetRow(target.label, target.goal, target_value(target), target.grade) for target in targets]
 
 
-def _target_value(target: Target) -> str:
-    return seconds(target.value) if target.unit == "s" else share(target.value)
+def target_value(target: Target) -> str:
+    """What the run reached."""
+    show = {"s": seconds, "%": share}.get(target.unit, number)
+    return UNKNOWN if target.value is None else show(target.value)
 
 
 def finding_rows(record: RunRecord) -> list[FindingRow]:

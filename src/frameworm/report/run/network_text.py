@@ -19,6 +19,8 @@ def communication_text(record: RunRecord) -> str | None:
         parts.append(f"{seconds(communication.exposed_s)} exposed")
     if communication.bytes_per_step is not None:
         parts.append(f"{data_size(communication.bytes_per_step)} per step")
+    if communication.compute_ratio is not None:
+        parts.append(f"compute/communication {communication.compute_ratio:.3g}")
     if communication.compression is not None:
         parts.append(compression_text(communication.compression))
     return ", ".join(parts) or None
