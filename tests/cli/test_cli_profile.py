@@ -26,6 +26,8 @@ from frameworm.records.writer import read_steps
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 CONFIGS = EXAMPLES.parent / "configs"
 
+BAD = ("1,1", "1,1,0", "1,1,1,0", "1,1,x", "1,1,1,1,1", "-1,1,1")
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 LONG_S = 110
 
@@ -428,11 +430,22 @@ def test_failure_of_one_rank_is_torchruns_failure(tmp_path: Path) -> None:
     assert "exitcode  : 5" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--trace-schedule", "1,1,1"), ("--operators", "3"), *(("--trace", "--trace-schedule", bad) for bad in BAD)],
+)
+def test_a_schedule_that_is_none(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli("profile", *words, EXAMPLES / "plain_loop.py")
+    assert done.returncode == 2
+    assert "--trace" in done.stderr
+
+
 @pytest.mark.slow
 def test_options_of_a_script_run(cli: Cli, tmp_path: Path) -> None:
     done = cli(
         "profile",
-        *("--trace", "--nvtx", "--steps", "30", "--out", tmp_path / "run"),
+        *("--trace", "--trace-schedule", "10,2,5", "--operators", "3"),
+        *("--nvtx", "--steps", "30", "--out", tmp_path / "run"),
         EXAMPLES / "plain_loop.py",
         *("--workers", "1", "--epochs", "1"),
         timeout_s=LONG_S,
@@ -442,12 +455,14 @@ def test_options_of_a_script_run(cli: Cli, tmp_path: Path) -> None:
     summary, steps = assert_complete(tmp_path / "run")
     assert summary["steps"] == 30
     assert [step.step for step in steps] == [*range(1, 11), *range(18, 31)]  # without those that were traced
-    assert (tmp_path / "run" / "trace-rank0.json.gz").exists()
+    assert (tmp_path / "run" / "trace-rank0.pt.trace.json.gz").exists()
     assert any("first 30 steps" in note for note in summary["notes"])
     assert summary["environment"]["num_workers"] == 1
-    trace = cli("diagnose", tmp_path / "run" / "trace-rank0.json.gz")
+    trace = cli("diagnose", tmp_path / "run" / "trace-rank0.pt.trace.json.gz")
     assert trace.returncode == 0
     assert "operators by host time" in trace.stdout
+    stored = json.loads((tmp_path / "run" / "trace-rank0-summary.json").read_text())
+    assert len(stored["operators_by_cpu"]) == 3
 
 
 @pytest.mark.slow

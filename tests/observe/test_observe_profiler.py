@@ -191,7 +191,7 @@ def test_windows_become_traces_with_the_scopes_in_them(tmp_path: Path) -> None:
             profiler.step()
     profiler.step()  # no window: nothing to move
     files = profiler.summary()["traces"]
-    assert [Path(file).name for file in files] == ["trace-1.json.gz", "trace-2.json.gz"]
+    assert [Path(file).name for file in files] == ["trace.1.pt.trace.json.gz", "trace.2.pt.trace.json.gz"]
     for file in files:
         with gzip.open(file) as stream:
             events = json.load(stream)["traceEvents"]

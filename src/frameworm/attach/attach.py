@@ -41,6 +41,8 @@ class Attachment:
         steps: Observe no more than so many steps.
         nvtx: Name the phases for Nsight Systems.
         trace: Record a few steps with torch.profiler too.
+        schedule: When to record: steps to wait, to warm up and to record, and how often; the usual ones unless given.
+        operators: Operators in each list of the trace's summary.
 
     Raises:
         EnvironmentSetupError: There is no such script.
@@ -55,6 +57,8 @@ class Attachment:
         steps: int | None = None,
         nvtx: bool = False,
         trace: bool = False,
+        schedule: Sequence[int] = (),
+        operators: int | None = None,
     ) -> None:
         check_script(script)
         self.process, note = who_am_i()
@@ -64,6 +68,8 @@ class Attachment:
         self._steps = steps
         self._nvtx = nvtx
         self._trace = trace
+        self._schedule = schedule
+        self._operators = operators
         self._notes: list[str] = [] if note is None else [note]
         self._status = "failed"
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -140,7 +146,7 @@ class Attachment:
                 self._prepare_window()
         if self._window is not None and self._window.after_step():
             self._watch.skip_time()
-            if self._window.note is None:
+            if self._window.running:
                 self._watch.left_out.add(number + 1)
 
     def _begin_sampling(self) -> None:
@@ -170,11 +176,13 @@ class Attachment:
     def _prepare_window(self) -> None:
         import torch
 
-        from frameworm.observe.clocks.windows import TraceWindow
+        from frameworm.observe.clocks.windows import Schedule, TraceWindow
+        from frameworm.observe.trace.host import TOP
 
         assert self._watch is not None
         device = torch.device(self._watch.facts.get("device", "cpu"))
-        self._window = TraceWindow(device, self.process.rank, self._steps)
+        schedule = Schedule(*self._schedule)
+        self._window = TraceWindow(device, self.process.rank, self._steps, schedule, self._operators or TOP)
         self._window.folder = self._shared.find().path
 
     def _give_up(self, error: Exception) -> None:

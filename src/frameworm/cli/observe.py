@@ -53,6 +53,14 @@ def profile(
     budget: str = typer.Option("30s", help="With --config: time for trying what its findings would gain."),
     nvtx: bool = typer.Option(False, "--nvtx", help="Name the phases for Nsight Systems, and print the line to run."),
     trace: bool = typer.Option(False, "--trace", help="Record a few steps with torch.profiler too."),
+    trace_schedule: Optional[str] = typer.Option(  # noqa: UP045
+        None,
+        metavar="WAIT,WARMUP,ACTIVE[,REPEAT]",
+        help="With --trace: steps to let pass, to warm up and to record, and how often; 10,2,5,1 unless given.",
+    ),
+    operators: Optional[int] = typer.Option(  # noqa: UP045
+        None, min=1, help="With --trace: operators in each list of its summary; 10 unless given."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, after the script's own output."),
 ) -> None:
     """See where the time of any training script goes, without changing the script or its results.
@@ -66,20 +74,48 @@ def profile(
             "give a script or a config, and only one of them: `frameworm profile train.py --its-own-options`, or "
             "`frameworm profile --config F`"
         )
+    if (trace_schedule is not None or operators is not None) and not trace:
+        raise EnvironmentSetupError("--trace-schedule and --operators say how to trace: give --trace with them")
+    schedule = _schedule(trace_schedule)
     if config is not None:
-        _profile_config(config, settings, out, steps or CONFIG_STEPS, parse_duration(budget), nvtx, trace, as_json)
+        observed = ["observe.nvtx=true"] if nvtx else []
+        observed += _trace_settings(schedule, operators) if trace else []
+        _profile_config(config, [*observed, *settings], out, steps or CONFIG_STEPS, parse_duration(budget), as_json)
         return
     assert script is not None
     if settings:
         raise EnvironmentSetupError("--set changes a config; give the script's own options after the script")
     from frameworm.attach.attach import Attachment
 
-    attachment = Attachment(script, out=out, steps=steps, nvtx=nvtx, trace=trace)
+    attachment = Attachment(
+        script, out=out, steps=steps, nvtx=nvtx, trace=trace, schedule=schedule, operators=operators
+    )
     if nvtx and attachment.process.rank == 0:
         _print_nsys()
     # The first registered is the last called: after all that the script has left for its end.
     atexit.register(_finish, attachment, as_json)
     sys.exit(attachment.run(script, arguments or []).code)
+
+
+_SCHEDULE = ("trace_wait", "trace_warmup", "trace_active", "trace_repeat")
+
+
+def _schedule(text: str | None) -> list[int]:
+    """The numbers of --trace-schedule; none where it is not given."""
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not (3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts) and all(int(part) for part in parts[2:])):
+        raise EnvironmentSetupError(
+            f"--trace-schedule {text} is not WAIT,WARMUP,ACTIVE[,REPEAT]; give numbers such as 10,2,5,1, the last "
+            "two of them 1 or more"
+        )
+    return [int(part) for part in parts]
+
+
+def _trace_settings(schedule: list[int], operators: int | None) -> list[str]:
+    found = ["observe.trace=window", *(f"observe.{name}={value}" for name, value in zip(_SCHEDULE, schedule))]
+    return found + ([] if operators is None else [f"observe.trace_operators={operators}"])
 
 
 def _print_nsys() -> None:
@@ -121,15 +157,11 @@ def _profile_config(
     out: Path | None,
     steps: int,
     budget_s: float,
-    nvtx: bool,
-    trace: bool,
     as_json: bool,
 ) -> None:
     from frameworm.config.load import load_runnable
 
-    observed = [f"observe.nvtx={str(nvtx).lower()}"] if nvtx else []
-    observed += ["observe.trace=window"] if trace else []
-    loaded = load_runnable(config, [f"training.max_steps={steps}", *observed, *settings])
+    loaded = load_runnable(config, [f"training.max_steps={steps}", *settings])
     from frameworm.launch.environment import detect
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import cleanup
@@ -139,7 +171,7 @@ def _profile_config(
     with worker_errors():
         record = analyze_config(loaded, steps, budget_s=budget_s, out=out or "auto")
         if detect().rank == 0:
-            if nvtx:
+            if loaded.observe.nvtx:
                 _print_nsys()
             _show(record, as_json)
         cleanup()
@@ -147,6 +179,9 @@ def _profile_config(
 
 def diagnose(
     run: Path = typer.Argument(..., help="Run folder, or a trace of torch.profiler (.json, .json.gz)."),
+    operators: Optional[int] = typer.Option(  # noqa: UP045
+        None, min=1, help="Of a trace: operators in each list."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print verdict and findings as JSON."),
 ) -> None:
     """Judge a stored run: what costs most, the evidence, and what to do. Exit code 3: inconclusive.
@@ -154,7 +189,7 @@ def diagnose(
     Example: frameworm diagnose runs/quickstart-20260101-120000
     """
     if run.is_file():
-        _diagnose_trace(run, as_json)
+        _diagnose_trace(run, operators, as_json)
         return
     from frameworm.records.store import RunFolder
 
@@ -206,9 +241,9 @@ def _judge(record: RunRecord, folder: RunFolder) -> None:
     apply_judgement(record, keep_shown(judgement, record.findings or []))
 
 
-def _diagnose_trace(path: Path, as_json: bool) -> None:
+def _diagnose_trace(path: Path, operators: int | None, as_json: bool) -> None:
     from frameworm.observe.trace.read import read_trace
-    from frameworm.report.run.trace_text import render_trace
+    from frameworm.report.run.trace_text import SHOWN, render_trace
 
-    summary = read_trace(path)
-    say(json.dumps(summary.to_dict()) if as_json else render_trace(summary).rstrip("\n"))
+    summary = read_trace(path) if operators is None else read_trace(path, operators)
+    say(json.dumps(summary.to_dict()) if as_json else render_trace(summary, shown=operators or SHOWN).rstrip("\n"))

@@ -62,7 +62,7 @@ class ObserveConfig(Section):
     trace_active: Count = Field(default=5, description="Steps of a window that are recorded.")
     trace_repeat: Count = Field(default=1, description="Number of windows, each in a file of its own.")
     trace_operators: Count = Field(
-        default=20, description="Operators and kernels in each list of the trace's summary, the largest first."
+        default=10, description="Operators and kernels in each list of the trace's summary, the largest first."
     )
     nvtx: bool = Field(
         default=False, description="NVTX ranges around epochs, steps and their phases, for Nsight Systems."

@@ -204,7 +204,7 @@ class PerformanceProfiler:
 
         Args:
             path: A `.json` or `.json.gz` file; windows after the first have a number added. A folder gets one file
-                per window.
+                per window, by a name that TensorBoard's profiler plugin finds (`.pt.trace.json.gz`).
             wait: Steps to let pass before each window.
             warmup: Steps recorded and thrown away, because the first are slowed by the recording itself.
             active: Steps to keep.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SUFFIXES = (".json", ".json.gz")
+SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz", ".json", ".json.gz")  # TensorBoard's plugin finds the first two
 
 
 class ProfilerWindow:
@@ -94,11 +94,12 @@ class ProfilerWindow:
         path = self._path
         if path.is_dir() or not path.name.endswith(SUFFIXES):
             rank = f"-rank{dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
-            return path / f"trace{rank}-{number}.json.gz"
+            return path / f"trace{rank}.{number}.pt.trace.json.gz"
         if number == 1:
             return path
-        suffix = next(suffix for suffix in reversed(SUFFIXES) if path.name.endswith(suffix))
-        return path.with_name(f"{path.name.removesuffix(suffix)}-{number}{suffix}")
+        suffix = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
+        between = "." if suffix.startswith(".pt") else "-"  # as the plugin has it
+        return path.with_name(f"{path.name.removesuffix(suffix)}{between}{number}{suffix}")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from frameworm.config.schema import ObserveConfig
 from frameworm.observe.clocks import windows
 from frameworm.observe.clocks.device_clock import make_clock
 from frameworm.observe.clocks.nvtx import LiveRanges, PhaseRanges, nsys_command, nvtx_functions
-from frameworm.observe.clocks.windows import Windows, choose_schedule
+from frameworm.observe.clocks.windows import Schedule, Windows, choose_schedule
 from frameworm.observe.trace.read import read_trace
 from frameworm.records.schema import StepRecord
 from frameworm.records.trace import TraceSummary
@@ -69,12 +70,12 @@ def test_a_window_leaves_a_trace_and_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(plain, traced)
     assert not list((tmp_path / "plain").glob("trace*"))
     stored = summary_of(tmp_path / "traced")
-    again = read_trace(tmp_path / "traced" / "trace-rank0.json.gz")
+    again = read_trace(tmp_path / "traced" / "trace-rank0.pt.trace.json.gz")
     assert stored.to_dict() | {"source": "", "rank": 0} == again.to_dict() | {"source": "", "rank": 0}
     assert len(stored.steps) == 5
     assert {item.name: item.count for item in stored.ranges}["frameworm:forward"] == 5
     assert any("steps 11 to 17" in note for note in record.notes)
-    assert "trace-rank*.json.gz" in (tmp_path / "traced" / "summary.txt").read_text()
+    assert "trace-rank*.pt.trace.json.gz" in (tmp_path / "traced" / "summary.txt").read_text()
     assert [step.step for step in watch.steps] == list(range(1, 25))
     assert not list((tmp_path / "traced").glob(".trace*"))
 
@@ -94,11 +95,11 @@ def test_the_time_of_writing_a_trace_belongs_to_no_step(tmp_path: Path, monkeypa
 
     real, slept_s = windows.read_trace, []
 
-    def slow(path: Path) -> TraceSummary:
+    def slow(path: Path, most: int) -> TraceSummary:
         before = time.perf_counter()
         time.sleep(4)
         slept_s.append(time.perf_counter() - before)
-        return real(path)
+        return real(path, most)
 
     monkeypatch.setattr(windows, "read_trace", slow)
     watch = Watch()
@@ -117,11 +118,54 @@ def test_a_short_run_has_a_short_window(tmp_path: Path, steps: int) -> None:
 
 
 def test_schedules_fit_the_run() -> None:
-    assert choose_schedule(None) == choose_schedule(17) == (10, 2, 5)
-    assert choose_schedule(16) == (9, 2, 5)
-    assert choose_schedule(4) == (0, 2, 2)
-    assert choose_schedule(2) == (0, 1, 1)
+    assert choose_schedule(None) == choose_schedule(17) == (10, 2, 5, 1)
+    assert choose_schedule(16) == (9, 2, 5, 1)
+    assert choose_schedule(4) == (0, 2, 2, 1)
+    assert choose_schedule(2) == (0, 1, 1, 1)
     assert choose_schedule(1) is None
+    wanted = Schedule(3, 0, 2, 4)
+    assert choose_schedule(None, wanted) == choose_schedule(20, wanted) == wanted
+    assert choose_schedule(19, wanted) == (3, 0, 2, 3)
+    assert choose_schedule(4, wanted) == (2, 0, 2, 1)
+
+
+# How TensorBoard's plugin tells a trace, and of which worker and window it is (torch_tb_profiler/consts.py).
+PLUGIN = re.compile(r"^(.*?)(\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
+
+
+@pytest.mark.parametrize(("wait", "warmup"), [(3, 1), (0, 0)])
+def test_windows_by_a_schedule_of_the_user(tmp_path: Path, wait: int, warmup: int) -> None:
+    _, plain = train(tmp_path / "plain")
+    asked = {"trace_wait": wait, "trace_warmup": warmup, "trace_active": 2, "trace_repeat": 3, "trace_operators": 4}
+    watch = Watch()
+    record, traced = train(tmp_path / "run", trace="window", watch=watch, **asked)
+    assert torch.equal(plain, traced)
+    assert [step.step for step in watch.steps] == list(range(1, 25))
+    files = sorted(path.name for path in (tmp_path / "run").glob("trace*.gz"))
+    assert [PLUGIN.match(name).groups() for name in files] == [  # type: ignore[union-attr]
+        ("trace-rank0", ".2"), ("trace-rank0", ".3"), ("trace-rank0", None),
+    ]  # fmt: skip
+    length = wait + warmup + 2
+    ran = " and ".join(f"{length * index + wait + 1} to {length * (index + 1)}" for index in range(3))
+    assert any(f"torch.profiler ran in steps {ran}," in note for note in record.notes), record.notes
+    for name in ("trace-rank0", "trace-rank0.2", "trace-rank0.3"):
+        summary = TraceSummary.from_dict(json.loads((tmp_path / "run" / f"{name}-summary.json").read_text()))
+        assert len(summary.steps) == 2
+        assert len(summary.operators_by_cpu) == 4
+
+
+def test_a_run_that_ends_within_its_second_window(tmp_path: Path) -> None:
+    """Nobody knows how long a loader without a length goes on."""
+    window = windows.TraceWindow(CPU, 0, None, Schedule(1, 1, 2, 5))
+    window.folder = tmp_path
+    window.begin()
+    for _ in range(7):
+        torch.ones(3).sum()
+        window.after_step()
+    window.close()
+    assert not window.running
+    assert "steps 2 to 4 and 6 to 7," in str(window.note)
+    assert len(list(tmp_path.glob("trace*.gz"))) == 2
 
 
 def test_no_window_without_steps_or_a_folder(tmp_path: Path) -> None:
@@ -225,16 +269,19 @@ def test_marks_outside_a_step_open_nothing() -> None:
 
 
 def test_nvtx_ranges_surround_the_phases_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log(deepest=2)
+    log = Log(deepest=3)
     monkeypatch.setattr(windows, "nvtx_functions", lambda: (log.push, log.pop))
     _, plain = train(tmp_path / "plain", steps=4)
     _, ranged = train(tmp_path / "ranged", steps=4, nvtx=True)
     assert torch.equal(plain, ranged)
     step = ["step/data_wait", "step/forward", "step/backward", "step/optimizer"]
     # At last the loop looks for one more batch; that none comes could not be foreseen.
-    found = [name for name in log.names if name not in ("step", "step/other")]
+    assert log.names[:2] == ["epoch", "epoch/step"]
+    inside = [name.removeprefix("epoch/") for name in log.names]
+    found = [name for name in inside if name not in ("epoch", "step", "step/other")]
     assert found == [*step * 4, "step/validation", "step/data_wait", "step/forward"]
-    assert log.names.count("step") == 5
+    assert inside.count("step") == 5
+    assert inside.count("epoch") == 1
     assert log.depth == 0
 
 
@@ -276,3 +323,4 @@ def test_the_line_for_nsight() -> None:
     assert words[-4:] == ["frameworm", "train", "--config", "my config.yaml"]
     assert "--output=out" in words
     assert any(word.startswith("--trace=") and "nvtx" in word and "cuda" in word for word in words)
+    assert "--cuda-memory-usage=true" in words

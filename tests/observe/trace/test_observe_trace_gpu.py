@@ -143,7 +143,7 @@ def test_a_window_in_a_run_on_the_device(tmp_path: Path, capture: str) -> None:
         return torch.cat([item.detach().flatten() for item in model.parameters()])
 
     assert torch.equal(train("plain", "off"), train("traced", "window"))
-    summary = read_trace(tmp_path / "traced" / "trace-rank0.json.gz")
+    summary = read_trace(tmp_path / "traced" / "trace-rank0.pt.trace.json.gz")
     assert len(summary.steps) == 5
     assert summary.device is not None
     assert summary.device.busy_s > 0

@@ -11,6 +11,7 @@ from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FOR
 
 REPLAY = "captured step"
 STEP = "step"
+EPOCH = "epoch"
 
 # A phase is named when it ends and a range when it begins, so the name of the next one has to be foreseen.
 _FOLLOWING = {
@@ -36,6 +37,7 @@ class PhaseRanges:
         pop: Closes the innermost.
         prefix: Stands before the name of each phase.
         around: Name of a range around each step; None for no such range.
+        epoch: Name of a range around each epoch, its validation included; None for no such range.
     """
 
     def __init__(
@@ -44,15 +46,32 @@ class PhaseRanges:
         pop: Callable[[], object],
         prefix: str = "",
         around: str | None = None,
+        epoch: str | None = None,
     ) -> None:
         self._push = push
         self._pop = pop
         self._prefix = prefix
         self._around = around
+        self._epoch = epoch
+        self._in_epoch = False
         self._before: list[str] = []
         self._now: list[str] = []
         self._in_step = False
         self._open = False
+
+    def begin_epoch(self) -> None:
+        """An epoch begins, and the one before is over."""
+        self.end_epoch()
+        if self._epoch is not None:
+            self._in_epoch = True
+            self._push(self._epoch)
+
+    def end_epoch(self) -> None:
+        """Neither a step nor an epoch any more."""
+        self.end()
+        if self._in_epoch:
+            self._in_epoch = False
+            self._pop()
 
     def begin(self) -> None:
         """A step begins."""
@@ -173,5 +192,5 @@ def nsys_command(argv: Sequence[str], output: str = "frameworm-nsys") -> str:
         argv: The command and its arguments, for instance `["frameworm", "train", "--config", "F"]`.
         output: Name of the report; `%q{RANK}` in it keeps the ranks of torchrun apart.
     """
-    options = ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--sample=none", "--cpuctxsw=none"]
+    options = ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-memory-usage=true", "--sample=none", "--cpuctxsw=none"]
     return shlex.join(["nsys", "profile", *options, "--force-overwrite=true", f"--output={output}", *argv])

@@ -17,61 +17,103 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from frameworm.config.schema import ObserveConfig
 from frameworm.errors import FramewormError
 from frameworm.observe.clocks.communication import BucketRecorder
-from frameworm.observe.clocks.nvtx import REPLAY, STEP, PhaseRanges, nvtx_functions
+from frameworm.observe.clocks.nvtx import EPOCH, REPLAY, STEP, PhaseRanges, nvtx_functions
 from frameworm.observe.clocks.phases import StepClock, Timed
+from frameworm.observe.trace.host import TOP
 from frameworm.observe.trace.read import read_trace
 from frameworm.records.atomic import replacing, write_atomic
 
 log = logging.getLogger("frameworm")
 
-WAIT_STEPS = 10  # compilation, capture, autotuning and the first allocations lie before
-WARMUP_STEPS = 2
-ACTIVE_STEPS = 5
 _COMPRESSION = 3
 PREFIX = "frameworm:"
+TRACE_SUFFIX = ".pt.trace.json.gz"  # TensorBoard's profiler plugin finds files by this ending
 
 
 class Schedule(NamedTuple):
-    """How many steps pass by, run with the profiler on but unrecorded, and are recorded."""
+    """How many steps pass by, run with the profiler on but unrecorded, and are recorded; and how often all that."""
 
-    wait: int
-    warmup: int
-    active: int
+    wait: int = 10  # compilation, capture, autotuning and the first allocations lie before
+    warmup: int = 2
+    active: int = 5
+    repeat: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Of one window and the wait before it."""
+        return self.wait + self.warmup + self.active
 
 
-def choose_schedule(total_steps: int | None) -> Schedule | None:
-    """The usual window, or a shorter one that fits into a short run; None if there are fewer than two steps."""
-    if total_steps is None or total_steps >= WAIT_STEPS + WARMUP_STEPS + ACTIVE_STEPS:
-        return Schedule(WAIT_STEPS, WARMUP_STEPS, ACTIVE_STEPS)
+def choose_schedule(total_steps: int | None, wanted: Schedule | None = None) -> Schedule | None:
+    """The wanted windows, as many as fit, or a shorter one in a short run; None if there are fewer than two steps."""
+    wanted = wanted or Schedule()
+    if total_steps is None:
+        return wanted
+    if total_steps >= wanted.steps:
+        return wanted._replace(repeat=min(wanted.repeat, total_steps // wanted.steps))
     if total_steps < 2:
         return None
-    warmup = min(WARMUP_STEPS, total_steps - 1)
-    active = min(ACTIVE_STEPS, total_steps - warmup)
+    warmup = min(wanted.warmup, total_steps - 1)
+    active = min(wanted.active, total_steps - warmup)
     return Schedule(total_steps - warmup - active, warmup, active)
 
 
 class TraceWindow:
-    """Records a few steps once in a run and leaves `trace-rank{r}.json.gz` and its summary in the run folder.
+    """Records a few steps, once or several times, and leaves traces and their summaries in the run folder.
 
-    Whatever goes wrong with the trace, training goes on; `note` says what came of it.
+    The first is `trace-rank{r}.pt.trace.json.gz` with `trace-rank{r}-summary.json`, the next `trace-rank{r}.2.pt...`:
+    names by which TensorBoard's profiler plugin knows a trace. Whatever goes wrong with one, training goes on; `note`
+    says what came of them.
 
     Args:
         device: Where the steps run.
         rank: This process.
         total_steps: Steps of the run, if known.
+        schedule: When to record; the usual window unless given.
+        operators: Operators, kernels and ranges in each list of a summary.
     """
 
-    def __init__(self, device: torch.device, rank: int, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        total_steps: int | None,
+        schedule: Schedule | None = None,
+        operators: int = TOP,
+    ) -> None:
         self.folder: Path | None = None  # the run folder, once it is known
-        self.note: str | None = None
         self._device = device
         self._rank = rank
-        self._schedule = choose_schedule(total_steps)
+        self._operators = operators
+        self._schedule = choose_schedule(total_steps, schedule)
         self._profiler: profile | None = None
         self._steps = 0
+        self._began = 0  # steps before the wait for the current window
+        self._windows = 0
+        self._recorded: list[str] = []  # steps of each window that was written
+        self._problems: list[str] = []
         self._over = self._schedule is None
         if self._over:
             self.give_up("a window needs at least two steps")
+
+    @property
+    def note(self) -> str | None:
+        """What came of it so far; None before the first window has closed."""
+        texts = list(self._problems)
+        if self._recorded:
+            assert self._schedule is not None
+            which = "those after the warm-up" if self._schedule.warmup else "them"
+            texts.insert(
+                0,
+                f"torch.profiler ran in steps {' and '.join(self._recorded)}, which made them slower: "
+                f"trace-rank*{TRACE_SUFFIX} holds {which}",
+            )
+        return "; ".join(texts) or None
+
+    @property
+    def running(self) -> bool:
+        """The profiler is on, warming up or recording."""
+        return self._profiler is not None
 
     @property
     def recording(self) -> bool:
@@ -82,12 +124,13 @@ class TraceWindow:
         )
 
     def give_up(self, reason: str) -> None:
-        """Record nothing in this run."""
-        self._over, self.note = True, f"no trace: {reason}"
+        """Record nothing from now on."""
+        self._over = True
+        self._problems.append(f"no trace: {reason}")
 
     def begin(self) -> None:
         """The first step of the run, or of an epoch, is about to begin."""
-        if self._schedule is not None and self._steps == self._schedule.wait:
+        if self._schedule is not None and self._steps - self._began == self._schedule.wait:
             self._open()
 
     def after_step(self) -> bool:
@@ -96,42 +139,48 @@ class TraceWindow:
             return False
         assert self._schedule is not None
         self._steps += 1
+        passed = self._steps - self._began
         if self._profiler is None:
-            if self._steps == self._schedule.wait:
+            if passed == self._schedule.wait:
                 self._open()
                 return True
             return False
-        if self._steps == sum(self._schedule):
-            self.close()
-        else:
+        if passed < self._schedule.steps:
             self._profiler.step()
+            return True
+        self._write()
+        self._over = self._windows == self._schedule.repeat
+        self._began = self._steps
+        self.begin()
         return True
 
     def close(self) -> None:
         """Stop recording and write down what there is; later calls do nothing."""
         if self._over:
             return
+        if self._profiler is not None:
+            self._write()
+        elif not self._windows:
+            self.give_up(f"the run ended after {self._steps} steps, before the window opened")
         self._over = True
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            self.note = f"no trace: the run ended after {self._steps} steps, before the window opened"
-            return
+
+    def _write(self) -> None:
+        """End the window that is open."""
         assert self._schedule is not None
-        recorded = self._steps - self._schedule.wait - self._schedule.warmup
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None
+        self._windows += 1
+        first = self._began + self._schedule.wait + 1
         try:
             profiler.stop()
-            if recorded < 1:
-                self.note = "no trace: the run ended while the profiler warmed up"
+            if self._steps < first + self._schedule.warmup:
+                self._problems.append("no trace: the run ended while the profiler warmed up")
                 return
             self._export(profiler)
-            first = self._schedule.wait + 1
-            self.note = (
-                f"torch.profiler ran in steps {first} to {self._steps}, which made them slower: trace-rank*.json.gz "
-                f"holds the last {recorded} of them"
-            )
+            self._recorded.append(f"{first} to {self._steps}")
         except (OSError, RuntimeError, FramewormError) as error:
-            self.note = f"the trace of rank {self._rank} was lost: {error}"
-            log.warning("%s; training goes on", self.note)
+            self._problems.append(f"the trace of rank {self._rank} was lost: {error}")
+            log.warning("%s; training goes on", self._problems[-1])
 
     def _open(self) -> None:
         schedule = self._schedule
@@ -161,13 +210,14 @@ class TraceWindow:
     def _export(self, profiler: profile) -> None:
         """Write the trace as a whole or not at all, and beside it what it says."""
         assert self.folder is not None, "write_to comes before the first step"
-        final = self.folder / f"trace-rank{self._rank}.json.gz"
+        name = f"trace-rank{self._rank}" + ("" if self._windows == 1 else f".{self._windows}")
+        final = self.folder / f"{name}{TRACE_SUFFIX}"
         with tempfile.TemporaryDirectory(prefix=".trace-", dir=self.folder) as temporary:
             plain = Path(temporary) / "trace.json"
             profiler.export_chrome_trace(str(plain))
             if not plain.exists():
                 raise OSError(f"torch.profiler could not write to {self.folder}")
-            summary = read_trace(plain)
+            summary = read_trace(plain, self._operators)
             with (
                 plain.open("rb") as source,
                 replacing(final) as target,
@@ -176,7 +226,7 @@ class TraceWindow:
                 shutil.copyfileobj(source, packed, 1 << 20)
         summary.source = final.name
         summary.rank = self._rank
-        write_atomic(self.folder / f"trace-rank{self._rank}-summary.json", json.dumps(summary.to_dict(), indent=1))
+        write_atomic(self.folder / f"{name}-summary.json", json.dumps(summary.to_dict(), indent=1))
 
 
 class _RecordedRanges:
@@ -214,9 +264,12 @@ class RangedClock:
         return self._clock.record_buckets()
 
     def start(self) -> None:
+        """An epoch begins."""
         if self._window is not None:
             self._window.begin()
         self._clock.start()
+        if self._ranges is not None:
+            self._ranges.begin_epoch()
         self._begin()
 
     def mark(self, name: str) -> None:
@@ -251,7 +304,7 @@ class RangedClock:
         """The run is over."""
         self._recorded.end()
         if self._ranges is not None:
-            self._ranges.end()
+            self._ranges.end_epoch()
         if self._window is not None:
             self._window.close()
 
@@ -271,9 +324,12 @@ class Windows:
     """What `observe.trace` and `observe.nvtx` ask for in one run."""
 
     def __init__(self, config: ObserveConfig, device: torch.device, rank: int, total_steps: int | None) -> None:
-        self._window = TraceWindow(device, rank, total_steps) if config.trace == "window" else None
+        self._window = None
+        if config.trace == "window":
+            schedule = Schedule(config.trace_wait, config.trace_warmup, config.trace_active, config.trace_repeat)
+            self._window = TraceWindow(device, rank, total_steps, schedule, config.trace_operators)
         functions = nvtx_functions() if config.nvtx else None
-        self._ranges = None if functions is None else PhaseRanges(*functions, around=STEP)
+        self._ranges = None if functions is None else PhaseRanges(*functions, around=STEP, epoch=EPOCH)
         self._clock: RangedClock | None = None
         self._missing = "no NVTX ranges: there is no CUDA device" if config.nvtx and functions is None else None
 

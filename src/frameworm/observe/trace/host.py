@@ -80,12 +80,13 @@ def _around(nesting: Nesting, kinds: npt.NDArray[np.float64], index: int) -> int
 
 
 def operators(
-    events: TraceEvents, nesting: Nesting, launch: npt.NDArray[np.int64]
+    events: TraceEvents, nesting: Nesting, launch: npt.NDArray[np.int64], most: int = TOP
 ) -> tuple[list[OperatorTime], list[OperatorTime], list[OperatorTime]]:
     """The first few operators by their own device time, by their own host time and by memory.
 
     Args:
         launch: For each device event the host event that launched it, or -1.
+        most: So many of each.
     """
     host, device = events.host, events.device
     kinds = host["kind"]
@@ -120,9 +121,9 @@ def operators(
     memory = bool((kinds == MEMORY).any())
     found = [_operator(events.names[name], row, memory=memory, device=len(device) > 0) for name, row in rows.items()]
     return (
-        _top([item for item in found if item.device_s], lambda item: item.device_s or 0.0),
-        _top([item for item in found if item.self_cpu_s], lambda item: item.self_cpu_s or 0.0),
-        _top([item for item in found if item.allocated_bytes], lambda item: item.allocated_bytes or 0.0),
+        _top([item for item in found if item.device_s], lambda item: item.device_s or 0.0, most),
+        _top([item for item in found if item.self_cpu_s], lambda item: item.self_cpu_s or 0.0, most),
+        _top([item for item in found if item.allocated_bytes], lambda item: item.allocated_bytes or 0.0, most),
     )
 
 
@@ -137,8 +138,8 @@ def _operator(name: str, row: _Row, *, memory: bool, device: bool) -> OperatorTi
     )
 
 
-def _top(items: list[OperatorTime], key: Callable[[OperatorTime], float]) -> list[OperatorTime]:
-    return sorted(items, key=lambda item: (-key(item), item.name))[:TOP]
+def _top(items: list[OperatorTime], key: Callable[[OperatorTime], float], most: int) -> list[OperatorTime]:
+    return sorted(items, key=lambda item: (-key(item), item.name))[:most]
 
 
 def by_name(
@@ -150,7 +151,7 @@ def by_name(
     return [(int(name), int(counts[name]), float(sums[name])) for name in np.flatnonzero(counts)]
 
 
-def ranges(events: TraceEvents, window: tuple[float, float]) -> list[OperatorTime]:
+def ranges(events: TraceEvents, window: tuple[float, float], most: int = TOP) -> list[OperatorTime]:
     """What record_function and its like named, by total time within the window.
 
     A collective that was under way when the profiler stopped ends only there, long after the last step.
@@ -162,10 +163,10 @@ def ranges(events: TraceEvents, window: tuple[float, float]) -> list[OperatorTim
         OperatorTime(events.names[name], count, total_s=time)
         for name, count, time in by_name(host["name"].astype(np.int64), lengths, chosen)
     ]
-    return _top(found, lambda item: item.total_s or 0.0)
+    return _top(found, lambda item: item.total_s or 0.0, most)
 
 
-def kernels_by_time(events: TraceEvents) -> list[OperatorTime]:
+def kernels_by_time(events: TraceEvents, most: int = TOP) -> list[OperatorTime]:
     """Device events by name and total time."""
     device = events.device
     lengths = (device["end"] - device["start"]) * MICROSECOND
@@ -173,7 +174,7 @@ def kernels_by_time(events: TraceEvents) -> list[OperatorTime]:
         OperatorTime(events.names[name], count, device_s=time)
         for name, count, time in by_name(device["name"].astype(np.int64), lengths, np.ones(len(device), dtype=bool))
     ]
-    return _top(found, lambda item: item.device_s or 0.0)
+    return _top(found, lambda item: item.device_s or 0.0, most)
 
 
 def threads(events: TraceEvents) -> list[ThreadTime]:

@@ -21,7 +21,7 @@ from frameworm.observe.trace.device import (
     launch_latency,
 )
 from frameworm.observe.trace.events import KERNEL, OPERATOR, TraceEvents, read_events
-from frameworm.observe.trace.host import HostSpans, kernels_by_time, nest, operators, ranges, threads
+from frameworm.observe.trace.host import TOP, HostSpans, kernels_by_time, nest, operators, ranges, threads
 from frameworm.observe.trace.intervals import Intervals
 from frameworm.records.trace import HostTime, TraceStep, TraceSummary
 
@@ -29,11 +29,12 @@ _CUDA, _CPU = 1, 0
 _Window = tuple[float, float]
 
 
-def read_trace(path: str | os.PathLike[str]) -> TraceSummary:
+def read_trace(path: str | os.PathLike[str], most: int = TOP) -> TraceSummary:
     """Read a trace.
 
     Args:
         path: A Chrome trace of torch.profiler, .json or .json.gz. One that was cut short is read up to there.
+        most: Operators, kernels and ranges in each list, the largest first.
 
     Raises:
         DataError: There is no such file, or it is no trace.
@@ -47,7 +48,7 @@ def read_trace(path: str | os.PathLike[str]) -> TraceSummary:
     spans = {int(number): DeviceSpans(trace, int(number), device_window) for number in numbers}
     devices = [device_time(trace, spans[number], number, waiting, host.loading) for number in spans]
     devices.sort(key=lambda item: -item.busy_s)
-    by_device, by_cpu, by_memory = operators(events, nest(events), trace.launch)
+    by_device, by_cpu, by_memory = operators(events, nest(events), trace.launch, most)
     information = events.header.get("distributedInfo")
     information = information if isinstance(information, dict) else {}
     return TraceSummary(
@@ -63,8 +64,8 @@ def read_trace(path: str | os.PathLike[str]) -> TraceSummary:
         operators_by_device=by_device,
         operators_by_cpu=by_cpu,
         operators_by_memory=by_memory,
-        kernels_by_time=kernels_by_time(events),
-        ranges=ranges(events, window),
+        kernels_by_time=kernels_by_time(events, most),
+        ranges=ranges(events, window, most),
         threads=threads(events),
         peak_device_bytes=events.peak_bytes.get(_CUDA),
         peak_host_bytes=events.peak_bytes.get(_CPU),

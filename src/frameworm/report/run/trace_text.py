@@ -29,7 +29,7 @@ _MATMUL_LABELS = {
 }
 
 
-def render_trace(summary: TraceSummary, width: int = 80) -> str:
+def render_trace(summary: TraceSummary, width: int = 80, shown: int = SHOWN) -> str:
     """The trace as lines of at most `width` characters (never under 60), without any terminal codes."""
     width = max(width, _NARROWEST)
     lines = _title(summary, width)
@@ -40,11 +40,11 @@ def render_trace(summary: TraceSummary, width: int = 80) -> str:
     lines += _kernels(summary, width)
     lines += _host(summary, width)
     lines += _steps(summary, width)
-    lines += _operators("operators by device time", summary.operators_by_device, _device_cell, width)
-    lines += _operators("kernels and copies by time", summary.kernels_by_time, _device_cell, width)
-    lines += _operators("operators by host time", summary.operators_by_cpu, _cpu_cell, width)
-    lines += _operators("operators by memory allocated", summary.operators_by_memory, _memory_cell, width)
-    lines += _operators("ranges by time", summary.ranges, _range_cell, width)
+    lines += _operators("operators by device time", summary.operators_by_device, _device_cell, width, shown)
+    lines += _operators("kernels and copies by time", summary.kernels_by_time, _device_cell, width, shown)
+    lines += _operators("operators by host time", summary.operators_by_cpu, _cpu_cell, width, shown)
+    lines += _operators("operators by memory allocated", summary.operators_by_memory, _memory_cell, width, shown)
+    lines += _operators("ranges by time", summary.ranges, _range_cell, width, shown)
     if summary.notes:
         lines.append("")
     for note in summary.notes:
@@ -147,10 +147,12 @@ def _steps(summary: TraceSummary, width: int) -> list[str]:
     return _field("steps", text, width)
 
 
-def _operators(title: str, items: Sequence[OperatorTime], cell: Callable[[OperatorTime], str], width: int) -> list[str]:
+def _operators(
+    title: str, items: Sequence[OperatorTime], cell: Callable[[OperatorTime], str], width: int, most: int
+) -> list[str]:
     if not items:
         return []
-    shown = [(cell(item), f"{item.count:,} x", tables.plain(item.name)) for item in items[:SHOWN]]
+    shown = [(cell(item), f"{item.count:,} x", tables.plain(item.name)) for item in items[:most]]
     cell_width, count_width = (max(len(row[column]) for row in shown) for column in (0, 1))
     lines = ["", title]
     for value, count, name in shown:
