@@ -124,6 +124,24 @@ def test_a_failed_run_meets_no_targets(frameworm: Callable[..., Ended], tmp_path
     assert "broken is failed" in ended.stdout
 
 
+def test_two_sweeps_are_compared(frameworm: Callable[..., Ended], tmp_path: Path) -> None:
+    stored = Path(__file__).parents[1] / "golden" / "stored" / "sweep"
+    for name in ("first", "second"):
+        shutil.copytree(stored, tmp_path / name)
+    for path in (tmp_path / "second").rglob("config.yaml"):
+        path.write_text(path.read_text().replace("d_model: 16", "d_model: 64"))
+    ended = frameworm("compare", "first", "second")
+    assert ended.code == 0, ended
+    for words in ("epoch time", "samples/s", "speedup", "efficiency", "model.d_model: 16 → 64"):
+        assert words in ended.stdout
+    found = json.loads(frameworm("compare", "first", "second", "--json").stdout)
+    assert found["changes"][0]["pairs"][1]["speedup_gain"] == 1.0
+    assert found["changes"][0]["settings"][0]["name"] == "model.d_model"
+    mixed = frameworm("compare", "first", "before")
+    assert mixed.code == 2
+    assert "two runs or two such folders" in mixed.stderr
+
+
 def test_memory_and_quality(frameworm: Callable[..., Ended], tmp_path: Path) -> None:
     memory = Memory(peak_bytes=480 * 2**20, host_peak_bytes=480 * 2**20)
     store(tmp_path / "large", times(4, QUIET, 277), memory=memory)

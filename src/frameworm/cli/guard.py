@@ -26,14 +26,25 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    before: Path = typer.Argument(..., metavar="RUN_A", help="Folder of the run before."),
-    after: Path = typer.Argument(..., metavar="RUN_B", help="Folder of the run after."),
+    before: Path = typer.Argument(..., metavar="RUN_A", help="Folder of the run before, or of a sweep."),
+    after: Path = typer.Argument(..., metavar="RUN_B", help="Folder of the run after, or of a sweep."),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
 ) -> None:
     """Say what changed between two runs: settings, environment, phases, speed, memory, quality, and where they part.
 
+    Of two folders that `frameworm scale` made, or that hold runs on several world sizes: epoch time, throughput,
+    speedup and efficiency before and after.
+
     Example: frameworm compare runs/quickstart-20260101-120000 runs/quickstart-20260101-130000
+
+    Two sweeps: frameworm compare scaling/ag_news scaling/ag_news_optimized
     """
+    sweeps = [path for path in (before, after) if _holds_runs(path)]
+    if len(sweeps) == 2:
+        _compare_sweeps(before, after, as_json)
+        return
+    if sweeps:
+        raise BaselineError(f"{sweeps[0]} is a folder of runs, and the other is not; give two runs or two such folders")
     from frameworm.guard.comparison import compare_runs
     from frameworm.guard.figures import read_runs
     from frameworm.guard.parting import first_parting
@@ -46,6 +57,44 @@ def compare(
         _print_json(comparison, sentences=comparison_sentences(comparison))
     else:
         say(render_comparison(comparison), end="")
+
+
+def _holds_runs(path: Path) -> bool:
+    """True for a folder of runs, such as a sweep's, that is no run itself."""
+    from frameworm.scaling.run_points import find_all_runs
+
+    return path.is_dir() and any(folder.path != path for folder in find_all_runs(path))
+
+
+def _compare_sweeps(before: Path, after: Path, as_json: bool) -> None:
+    from frameworm.guard.comparison import differences
+    from frameworm.guard.figures import read_settings
+    from frameworm.records.schema import json_ready
+    from frameworm.records.store import RunFolder
+    from frameworm.report.scaling.before_after import render_sweeps
+    from frameworm.scaling.analysis import analyse
+    from frameworm.scaling.before_after import compare_sweeps
+    from frameworm.scaling.run_points import collect
+
+    collections = [collect(path) for path in (before, after)]
+    changes, notes = compare_sweeps(*(analyse(found.points) for found in collections))
+    settings = [
+        differences(*(read_settings(RunFolder(run)) for run in (change.base_before, change.base_after)))
+        for change in changes
+    ]
+    for label, found in zip("AB", collections):
+        notes += [f"{label}: {item.run} is left out ({item.kind}): {item.reason}" for item in found.excluded]
+        notes += [f"{label}: {note}" for note in found.notes]
+    if not changes:
+        raise BaselineError(f"{before} and {after} share no data set whose runs can be compared: " + "; ".join(notes))
+    if as_json:
+        data = [
+            {**change.to_dict(), "settings": [dataclasses.asdict(item) for item in items]}
+            for change, items in zip(changes, settings)
+        ]
+        print(json.dumps(json_ready({"before": str(before), "after": str(after), "changes": data, "notes": notes})))
+        return
+    print(render_sweeps(str(before), str(after), changes, settings, notes), end="")
 
 
 def guard(

@@ -51,7 +51,7 @@ def render_judgement(judgement: Judgement, before: str | None, after: str, width
         lines += _phase_table(judgement.phases, "baseline", "now", "per step", width)
     for label, items in (("settings", judgement.settings), ("environment", judgement.environment)):
         if items:
-            lines += _differences(label, items, width)
+            lines += difference_lines(label, items, width)
     for note in judgement.notes:
         lines += field("note", tables.plain(note), width)
     return _joined(lines)
@@ -122,10 +122,10 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     lines += ["", *table(rows, width), ""]
     if comparison.parting is not None:
         lines += field("parting", parting_sentence(comparison.parting), width)
-    lines += _differences("settings", comparison.settings, width)
-    lines += _differences("environment", [*comparison.hardware, *comparison.environment], width)
+    lines += difference_lines("settings", comparison.settings, width)
+    lines += difference_lines("environment", [*comparison.hardware, *comparison.environment], width)
     if comparison.work:
-        lines += _differences("work", comparison.work, width)
+        lines += difference_lines("work", comparison.work, width)
     for label, run in (("A", before), ("B", after)):
         if run.status != "completed":
             lines += field("note", f"{label} is {tables.plain(run.status)}", width)
@@ -268,7 +268,8 @@ def _phase_table(changes: Sequence[PhaseChange], before: str, after: str, unit: 
     return ["", *table(rows, width), ""]
 
 
-def _differences(label: str, items: Sequence[Difference], width: int) -> list[str]:
+def difference_lines(label: str, items: Sequence[Difference], width: int) -> list[str]:
+    """The first few facts that differ."""
     if not items:
         return field(label, "the same", width)
     lines: list[str] = []
