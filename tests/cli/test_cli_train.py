@@ -452,3 +452,32 @@ def test_usage_errors(here: CommandLine, arguments: list[str]) -> None:
     assert "Error" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not list(here.folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_the_script_trains_alone_and_under_torchrun(
+    launcher: tuple[str, ...], tmp_path: Path, data_cache_dir: Path
+) -> None:
+    settings = [word for setting in (*TINY, f"data.cache_dir={data_cache_dir}") for word in ("--set", setting)]
+    script = QUICKSTART.parents[1] / "src" / "train.py"
+    done = subprocess.run(
+        [
+            sys.executable,
+            *launcher,
+            str(script),
+            "--config",
+            str(QUICKSTART),
+            "--out",
+            str(tmp_path / "run"),
+            *settings,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    world_size = 2 if launcher else 1
+    assert (summary["batch"]["world_size"], summary["batch"]["global"]) == (world_size, 32)

@@ -1,0 +1,47 @@
+"""docs/python.md: every public name is in it, and every example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import frameworm
+import frameworm.distributed
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+EXAMPLES = [
+    (section.partition("\n")[0], code)
+    for section in re.split(r"^##+ ", TEXT, flags=re.MULTILINE)
+    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, data_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FRAMEWORM_DATA_CACHE_DIR", str(data_cache_dir))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXAMPLES) == TEXT.count("```python") >= 12
+
+
+@pytest.mark.parametrize("module", [frameworm, frameworm.distributed], ids=lambda module: module.__name__)
+def test_every_public_name_is_used_in_an_example(module: object) -> None:
+    code = "\n".join(code for _, code in EXAMPLES)
+    missing = [name for name in module.__all__ if not re.search(rf"\b{name}\b", code)]  # type: ignore[attr-defined]
+    assert missing == []
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # of some processors' bf16
+@pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[re.sub(r"\W+", "_", title) for title, _ in EXAMPLES])
+def test_the_example_runs(title: str, code: str) -> None:
+    exec(compile(code, f"docs/python.md: {title}", "exec"), {"__name__": "__main__"})
