@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frameworm.records.schema import RunRecord, json_ready
-from frameworm.tune.analyzer.experiments import AS_IS, NO_SYNC, SAME_BATCH, Interval, Measured
+from frameworm.tune.analyzer.experiments import AS_IS, NO_SYNC, SAME_BATCH, WAIT, Interval, Measured
 from frameworm.tune.analyzer.settle import Gain
 
 
@@ -38,7 +38,7 @@ def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> dict
     if compute is not None and no_sync is not None:
         exposed_s = max(0.0, compute.value - no_sync.value)
     size = sum(item.numel() * item.element_size() for item in model.parameters())
-    variants = dict.fromkeys(name for item in measured.rounds for name in item)
+    variants = dict.fromkeys(name for item in measured.rounds for name in item if name != WAIT)
     data: dict[str, Any] = json_ready(
         {
             "compute": {

@@ -13,6 +13,7 @@ from torch import nn
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
 from frameworm.data.steps import StepBatch
+from frameworm.diagnose.rules.cost import GAINS
 from frameworm.diagnose.rules.judge import Judgement, apply_judgement, judge
 from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import count_parameters, describe_device, measure_memory
@@ -26,13 +27,14 @@ from frameworm.records.account import StepAccount
 from frameworm.records.schema import Batch, Communication, Remedy, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
 from frameworm.tune.analyzer.analysis import Analysis, describe
-from frameworm.tune.analyzer.bench import Bench, Feed
+from frameworm.tune.analyzer.bench import Bench, Feed, has_hook
 from frameworm.tune.analyzer.experiments import (
     AS_IS,
     AUTOCAST,
     DOUBLE_BATCH,
     NO_SYNC,
     SAME_BATCH,
+    SLOWEST,
     WARM_UP_STEPS,
     WORKERS,
     Measured,
@@ -45,6 +47,11 @@ from frameworm.tune.analyzer.settle import Gain, settle
 from frameworm.tune.analyzer.untouched import untouched
 
 WORTH_TRYING_WORKERS = 1.05
+CLOCK_STEPS = 10  # timed by a model's own DDP
+COMPRESS = Remedy(
+    "parallel.compression", "auto", "send less: enable_gradient_compression(ddp_model) in a loop of your own"
+)
+LATE_RANK = Remedy("", None, "look at that rank's machine: other work on it, its clocks, its share of the data")
 CHEAPER_SAMPLES = Remedy(
     "", None, "make a sample cheaper: do once before training what the data set does on every access"
 )
@@ -115,6 +122,11 @@ class BottleneckAnalyzer:
             notes.append("no optimizer was given: the experiments used AdamW")
         if self._config.gpu.capture != "off":
             notes.append("the experiments ran the step uncaptured (gpu.capture)")
+        if has_hook(self._model):
+            notes.append(
+                "gradients go through a communication hook: how many bytes it sends is not known here, and what it "
+                "remembers between steps (error feedback) is left as the last experiment had it"
+            )
         dataset = getattr(self._loader, "dataset", None)
         with untouched(self._model, optimizer, self._device, dataset), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of variants the user never asked for
@@ -144,6 +156,8 @@ class BottleneckAnalyzer:
 
             left_s = self._budget_s - bench.agreed(perf_counter() - began)
             run_rounds(bench, variants, measured, budget_s=left_s, more=more)
+            measured.compare_ranks(bench)
+            measured.communication_s = bench.communication_s(first, CLOCK_STEPS)
         finally:
             for item in feeds:
                 item.close()
@@ -183,6 +197,7 @@ class BottleneckAnalyzer:
             aggregate.add(step)
         device, strategy = bench.device, bench.strategy
         exposed = aggregate.phases().get("communication_exposed")
+        total_s = measured.communication_s or aggregate.communication_s()
         accumulation = len(first.batches)
         micro = max(first.samples, default=0) or None
         several = strategy.world_size > 1
@@ -200,7 +215,7 @@ class BottleneckAnalyzer:
             throughput=aggregate.throughput(strategy.world_size),
             phases=aggregate.phases(),
             communication=Communication(
-                total_s=aggregate.communication_s() if several else 0.0,
+                total_s=total_s if several else 0.0,
                 exposed_s=(None if exposed is None else exposed.mean_s) if several else 0.0,
                 bytes_per_step=strategy.communicated_bytes(bench.model),
             ),
@@ -238,9 +253,13 @@ def measured_gains(
                 refuted=None if other is None else "data.num_workers",
                 instead=CHEAPER_SAMPLES,
             )
-    without_ranks = measured.gain(SAME_BATCH, NO_SYNC)
+    without_ranks = measured.gain(SAME_BATCH, SLOWEST)
     if without_ranks is not None:
-        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent")
+        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent", instead=COMPRESS)
+    without_waiting = measured.gain_without_waiting()
+    if without_waiting is not None and without_waiting.low >= GAINS["warning"]:  # only computing was compared
+        words, figures = "no_sync on each rank: one computes longer", {"slowest_rank": measured.slowest_rank}
+        found["straggler"] = Gain(without_waiting, words, figures=figures, instead=LATE_RANK)
     cast = measured.gain(SAME_BATCH, AUTOCAST)
     if cast is not None and bench.precision.name == "off":
         word = bench.other_precision.name

@@ -29,8 +29,11 @@ from frameworm.observe.clocks.communication import recorded
 from frameworm.observe.clocks.device_clock import make_clock
 from frameworm.observe.clocks.phases import DATA_WAIT, OTHER, Timed
 from frameworm.parallel.choose import choose_strategy
+from frameworm.parallel.compression.public import CompressedDDP
 from frameworm.parallel.strategy import Strategy
 from frameworm.tune.analyzer.loader_copy import batches_ahead, end_workers
+
+_USUAL_SAMPLE_RATE = 100  # DDP times one step in so many, and cannot be asked which rate is set
 
 
 class Feed:
@@ -72,6 +75,7 @@ class Replicas(Strategy):
     def __init__(self, device: torch.device, wrapped: DistributedDataParallel) -> None:
         super().__init__(device, dist.get_rank(), dist.get_world_size())
         self._wrapped = wrapped
+        self._times: dict[int, float] = {}  # by DDP's number of the step
 
     def place(self, model: nn.Module) -> nn.Module:
         return self._wrapped
@@ -83,7 +87,30 @@ class Replicas(Strategy):
         dist.all_reduce(value)
 
     def communicated_bytes(self, model: nn.Module) -> int | None:
+        if has_hook(self._wrapped):
+            return None
         return sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[Callable[[], None]]:
+        """Let DDP time its communication; call what is yielded before each step, then ask `communication_s`."""
+        self._times.clear()
+        self._wrapped._set_ddp_runtime_logging_sample_rate(1)
+        try:
+            yield self._note_time
+        finally:
+            self._wrapped._set_ddp_runtime_logging_sample_rate(_USUAL_SAMPLE_RATE)
+
+    def _note_time(self) -> None:
+        """DDP puts the times of a backward pass down in the next forward pass."""
+        data = self._wrapped.logger._get_ddp_logging_data().ints_map
+        self._times[data.get("iteration", 0)] = data.get("backward_comm_time", 0) * 1e-9
+
+    @property
+    def communication_s(self) -> float | None:
+        """Time in which gradients were on their way in a step, as DDP timed it; None if it did not."""
+        times = [seconds for seconds in self._times.values() if seconds > 0]
+        return statistics.median(times) if times else None
 
 
 class Bench:
@@ -97,6 +124,7 @@ class Bench:
         device: torch.device,
         config: Config,
     ) -> None:
+        model = without_compression(model)
         self.device = device
         self.strategy = find_strategy(model, device, config)
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -147,6 +175,20 @@ class Bench:
         timed += clock.drain()
         return [item for item in timed if item.payload[0] >= drop]
 
+    def communication_s(self, step: StepBatch, steps: int) -> float | None:
+        """Time of a step in which gradients are on their way, where only DDP's own clock can tell."""
+        strategy = self.strategy
+        if not isinstance(strategy, Replicas):
+            return None
+        with strategy.timing() as note:
+
+            def same() -> StepBatch:
+                note()
+                return step
+
+            self.block(same, steps + 2)
+        return strategy.communication_s
+
     def agreed(self, seconds: float) -> float:
         """The longest time on any rank: decisions that follow from it are the same on all."""
         return all_reduce_max(seconds, self.device)
@@ -160,6 +202,16 @@ def find_strategy(model: nn.Module, device: torch.device, config: Config) -> Str
         return Strategy(device)
     process = setup_ddp()
     return choose_strategy(config.parallel, device, rank=process.rank, world_size=process.world_size)
+
+
+def without_compression(model: nn.Module) -> nn.Module:
+    """The DDP inside of a `CompressedDDP`; every other model as it is."""
+    return model.ddp if isinstance(model, CompressedDDP) else model
+
+
+def has_hook(model: nn.Module) -> bool:
+    """Whether a communication hook of its owner sends the gradients of a DDP model."""
+    return bool(getattr(without_compression(model), "_comm_hooks", None))
 
 
 def step_of(batch: Any, world_size: int = 1) -> StepBatch:

@@ -18,10 +18,13 @@ import torch
 from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
+from frameworm.launch.process_group import all_reduce_sums
 from frameworm.observe.clocks.phases import Timed
 from frameworm.tune.analyzer.bench import Bench, Feed, mean_step_s
 
 AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST = "as_is", "same_batch", "no_sync", "autocast"
+SLOWEST = "no_sync_slowest_rank"  # the same on the rank that computes longest
+WAIT = "wait_for_slowest_rank"  # what that rank takes longer than the others
 HALF_BATCH, DOUBLE_BATCH, WORKERS = "half_batch", "double_batch", "other_workers"
 
 RESAMPLES = 2_000
@@ -63,6 +66,8 @@ class Measured:
     rounds: list[dict[str, float]] = field(default_factory=list)
     as_is: list[Timed] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    slowest_rank: int | None = None
+    communication_s: float | None = None  # gradients on their way, by the clock of the model's own DDP
 
     def step_s(self, variant: str) -> Interval | None:
         """Step time of a variant."""
@@ -72,6 +77,26 @@ class Measured:
         """How many times as fast the second variant is, round by round."""
         both = [item for item in self.rounds if before in item and after in item]
         return median_interval([item[before] / item[after] for item in both])
+
+    def gain_without_waiting(self) -> Interval | None:
+        """How many times as fast a step would be if the slowest rank computed as fast as the others."""
+        rounds = [item for item in self.rounds if SAME_BATCH in item and SLOWEST in item]
+        return median_interval([item[SAME_BATCH] / (item[SAME_BATCH] - item[WAIT]) for item in rounds])
+
+    def compare_ranks(self, bench: Bench) -> None:
+        """Find the rank that computes longest: what the others lose to it is waiting, not communication."""
+        rank, world_size = bench.strategy.rank, bench.strategy.world_size
+        rounds = [item for item in self.rounds if NO_SYNC in item and SAME_BATCH in item]
+        if world_size < 2 or not rounds:
+            return
+        own = [[item[NO_SYNC] if number == rank else 0.0 for number in range(world_size)] for item in rounds]
+        by_rank = [all_reduce_sums(values, bench.device) for values in own]
+        totals = [sum(values) for values in zip(*by_rank)]
+        slowest = self.slowest_rank = totals.index(max(totals))
+        for item, values in zip(rounds, by_rank):
+            others = statistics.median(value for number, value in enumerate(values) if number != slowest)
+            item[SLOWEST] = values[slowest]
+            item[WAIT] = min(max(0.0, values[slowest] - others), item[SAME_BATCH] / 2)
 
 
 def resized(step: StepBatch, factor: float) -> StepBatch | None:

@@ -10,8 +10,8 @@ from frameworm.diagnose.rules.judge import EXPERIMENT, Judgement, with_findings
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.analyzer.experiments import Interval
 
-# Rules see these on a GPU only, and there by signs; an experiment shows them anywhere.
-SEEN_BY_EXPERIMENT = ("small_batch", "precision_unused")
+# Rules see these on some devices or under some wrappers only; an experiment shows them anywhere.
+SEEN_BY_EXPERIMENT = ("small_batch", "precision_unused", "communication_bound", "straggler")
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,13 @@ def _settled(finding: Finding, gain: Gain) -> Finding:
 
 
 def _shown(code: str, gain: Gain) -> Finding:
+    remedy = gain.remedy or gain.instead
     return Finding(
         code,
         severity_of_gain(gain.speedup),
         max(0.0, 1 - 1 / gain.speedup.value),
         _evidence(gain),
-        [] if gain.remedy is None else [gain.remedy],
+        [] if remedy is None else [remedy],
         _expected(gain.speedup),
     )
 
