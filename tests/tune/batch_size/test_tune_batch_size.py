@@ -160,6 +160,47 @@ def test_a_model_in_hand() -> None:
         find_optimal_batch_size(Broken(), 2, data=data(), device="cpu")
 
 
+SCRIPT = """
+from torch import nn
+from frameworm.distributed import find_optimal_batch_size
+
+class Net(nn.Sequential):
+    pass
+
+def main():
+    print("found", find_optimal_batch_size({model}(nn.Linear(4, 4)), 2, input_shape=(4,), device="cpu"))
+
+{call}
+"""
+GUARDED = 'if __name__ == "__main__":\n    main()'
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "said"),
+    [
+        ("nn.Sequential", "main()", None),  # the trials need nothing of the script
+        ("Net", GUARDED, None),
+        ("Net", "main()", 'line 11 would run again in each: put it under `if __name__ == "__main__":`'),
+    ],
+)
+def test_a_script_with_or_without_a_guard(tmp_path: Path, model: str, call: str, said: str | None) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(model=model, call=call))
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    if said is None:
+        assert ended.stdout == "found 2\n", ended.stderr
+    else:
+        assert ended.returncode == 1
+        assert said in ended.stderr.splitlines()[-1]
+        assert "bootstrapping" not in ended.stderr
+
+
+def test_classes_of_a_console_are_refused_in_one_line(tmp_path: Path) -> None:
+    lines = SCRIPT.format(model="Net", call="main()")
+    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=100, check=False)
+    assert "write the model's and data set's classes to a module" in ended.stderr.splitlines()[-1]
+
+
 def test_what_cannot_be_tried_is_said() -> None:
     with pytest.raises(ConfigError, match="data="):
         find_optimal_batch_size(Eater())

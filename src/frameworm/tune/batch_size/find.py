@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import math
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from frameworm.launch.process_group import broadcast_object, is_distributed, set
 from frameworm.models.workloads import Workload
 from frameworm.scaling.batch_search import BatchSizeReport
 from frameworm.tune.batch_size.search import BUDGET_S, DEADLINE_S, BatchSizeFinder
+from frameworm.tune.processes.forkserver import refers_to_main
 
 _HOW = "give data= (a data set), sample= (one sample of it) or input_shape= (of one input, without the batch dimension)"
 
@@ -82,8 +86,8 @@ def find_optimal_batch_size(
 ) -> BatchSize:
     """Find the largest micro-batch with which a model trains, by trials of the real step in processes of their own.
 
-    The model stays as it is: the trials work on copies. As with every use of multiprocessing, a script that calls this
-    keeps its own work under `if __name__ == "__main__":`, and classes and functions are defined at the top of a module.
+    The model stays as it is: the trials work on copies. Classes and functions are defined at the top of a module; where
+    that is the script itself, it keeps its own work under `if __name__ == "__main__":`, since the trials import it.
     In a process group every rank calls it and gets the same answer; rank 0 starts the trials, with as many ranks as
     there are on this machine.
 
@@ -123,6 +127,8 @@ def find_optimal_batch_size(
         with tempfile.TemporaryDirectory(prefix="frameworm-workload-") as folder:
             file = Path(folder) / "workload.pt"
             _save(workload, file)
+            if refers_to_main(file):
+                _check_script()
             finder = BatchSizeFinder(
                 _free(chosen),
                 world_size=world_size,
@@ -204,6 +210,35 @@ def _workload(
         loss_fn = loss_fn or sum_of_outputs
     train = RepeatedSample(sample, count) if data is None else data
     return Workload(model, train, val_data, loss_fn, collate_fn)
+
+
+def _check_script() -> None:
+    """Refuse a script that the trials cannot import: its classes are needed, and the call would be made again."""
+    script = sys.modules["__main__"]
+    file = getattr(script, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            "the trials run in other processes, which cannot import what a notebook or console defines: write the "
+            "model's and data set's classes to a module (a .py file) and import them from there"
+        )
+    lines = [
+        item.lineno
+        for item in inspect.stack(context=0)
+        if item.frame.f_globals is vars(script) and item.function == "<module>"
+    ]
+    if not lines or not file.endswith(".py"):
+        return
+    running = [
+        item
+        for item in ast.parse(Path(file).read_text(encoding="utf-8")).body
+        if item.lineno <= lines[-1] <= (item.end_lineno or item.lineno)
+    ]
+    guarded = any(isinstance(item, ast.If) and "'__name__'" in ast.dump(item.test) for item in running)
+    if running and not guarded:
+        raise ConfigError(
+            f"find_optimal_batch_size starts processes that import {Path(file).name} for its classes, and line "
+            f'{lines[-1]} would run again in each: put it under `if __name__ == "__main__":`'
+        )
 
 
 def _save(workload: Workload, file: Path) -> None:

@@ -6,10 +6,15 @@ This module imports nothing heavy: the server can import torch while its user st
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
 
 from frameworm.launch.environment import added_to_environment
 
@@ -33,6 +38,23 @@ def stop_forking() -> None:
     """From now on trials are started from nothing: slower, but whatever the server holds is not in them."""
     global _forks
     _forks = False
+
+
+def refers_to_main(payload: str | Path) -> bool:
+    """Whether a file of `torch.save` holds something that was defined in the caller's script."""
+    with zipfile.ZipFile(payload) as file:
+        return any(b"__main__" in file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
+
+
+@contextmanager
+def without_script() -> Iterator[None]:
+    """Processes started inside do not run the caller's script again, as multiprocessing would have them do."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def warm_up(also: Sequence[str] = ()) -> ForkServerContext | SpawnContext:

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,7 +19,14 @@ from frameworm.hardware.host import oom_kills
 from frameworm.records.reading import read_json, read_tail
 from frameworm.scaling.batch_search import Outcome
 from frameworm.tune.processes.batch_trial import TrialJob, out_of_in, run_rank
-from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
+from frameworm.tune.processes.forkserver import (
+    BAD_FORK,
+    refers_to_main,
+    start,
+    stop_forking,
+    warm_up,
+    without_script,
+)
 
 # When one rank has failed: what the others get to say so too. They may hang in a collective, and often do.
 _GRACE_S = 2.0
@@ -65,11 +72,13 @@ def run_family(job: TrialJob, deadline_s: float, ranks: int | None = None) -> tu
     """
     before = oom_kills()
     server = warm_up()
+    needs_script = job.payload is not None and refers_to_main(job.payload)
     started: list[BaseProcess] = []
     try:
         for rank in range(ranks or job.world_size):
             process = server.Process(target=run_rank, args=(job, rank))
-            start(process)
+            with nullcontext() if needs_script else without_script():
+                start(process)
             started.append(process)
         in_time = _wait(started, deadline_s)
         codes = [one.exitcode for one in started]

@@ -16,7 +16,7 @@ from frameworm.hardware.host import oom_kills
 from frameworm.records.atomic import written_anew
 from frameworm.records.reading import read_tail
 from frameworm.tune.processes.batch_trial import TrialJob
-from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up
+from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up, without_script
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
 from frameworm.tune.trials.live_rank import Go, LiveJob, run_live
 from frameworm.tune.trials.outcomes import Failure, FailureKind
@@ -109,7 +109,8 @@ class Live:
                 pass
             link, other = server.Pipe()
             process = server.Process(target=run_live, args=(job, rank, other))
-            start(process)
+            with without_script():
+                start(process)
             other.close()
             self._processes.append(process)
             self._links.append(link)
