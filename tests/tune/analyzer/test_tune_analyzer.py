@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import pickle
 import random
 import time
 from typing import Any
@@ -163,6 +165,36 @@ def test_a_slow_data_set_is_found_and_its_gain_measured() -> None:
     assert {"allocated_gb", "reserved_gb", "peak_gb", "total_gb", "usage_pct"} == set(found["memory"])
     assert found["communication"]["time_ms"] == 0.0
     assert found["communication"]["bandwidth_gbps"] is None
+    assert 100 < found["data_loading"]["throughput"] < 200  # 8 samples in 40 ms
+    assert found["per_epoch"] == {"steps": 12, "communications": 0, "sent_gb": 0.0}
+    for section in ("compute", "communication", "data_loading", "memory", "per_epoch"):
+        assert set(found[section]) <= set(found["units"])
+
+
+def test_parts_of_an_analysis_are_to_be_had_alone_and_all_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = DataLoader(Noisy(), 8)
+    analyzer = BottleneckAnalyzer(nn.Linear(8, 3), loader, "cpu", budget_s=1.0)
+    compute = analyzer.analyze_compute()
+    assert compute["time_ms"] > 0
+    assert compute["throughput"] > 0
+    assert analyzer.analyze_communication() == {"time_ms": 0.0, "bandwidth_gbps": None, "param_size_mb": 108 / 2**20}
+    assert analyzer.analyze_data_loading()["throughput"] > 0
+    assert analyzer.analyze_memory()["allocated_gb"] > 0
+    assert str(compute).startswith("time ")
+    assert str(compute).endswith(" samples/s")
+    analyzer.print_summary()
+    first = capsys.readouterr().out
+    for words in ("ms per step", "samples/s", "GiB", "global batch 8", "verdict", "tried", "steps 12 per epoch"):
+        assert words in first
+    found = analyzer.analyze()
+    assert json.loads(json.dumps(found)) == found
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
+    found.print_summary()
+    print(found)
+    second = capsys.readouterr().out
+    assert second == 2 * f"{found}\n"
+    analyzer.print_summary()
+    assert capsys.readouterr().out == f"{found}\n"
 
 
 def test_batches_that_cannot_be_cut_are_said_to_be_skipped() -> None:

@@ -41,7 +41,7 @@ def render_text(record: RunRecord, width: int = 80) -> str:
         lines += _field("network", communication, width)
     lines += _field("memory", tables.memory_text(record), width)
     lines += _field("checkpoints", tables.checkpoint_text(record), width)
-    lines += _judgement(record, width)
+    lines += judgement_lines(record, width)
     lines += _targets(record, width)
     for note in record.notes:
         lines += _field("note", tables.plain(note), width)
@@ -76,7 +76,8 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def _judgement(record: RunRecord, width: int) -> list[str]:
+def judgement_lines(record: RunRecord, width: int) -> list[str]:
+    """The verdict, the findings behind it and what to try; empty while nobody has judged the run."""
     verdict = tables.verdict_text(record)
     if verdict is None:
         return []

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from frameworm.records.schema import RunRecord, json_ready
+from frameworm.report.kit.printed import Printed
+from frameworm.report.tune.analysis import UNITS, render_analysis
 from frameworm.tune.analyzer.experiments import AS_IS, NO_SYNC, SAME_BATCH, WAIT, Interval, Measured
 from frameworm.tune.analyzer.settle import Gain
 
@@ -25,9 +27,10 @@ class Analysis:
     workers: int | None
     other_workers: int | None
     wall_s: float
+    steps_per_epoch: int | None = None
 
 
-def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> dict[str, Any]:
+def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> Printed:
     """The analysis as plain data; see `BottleneckAnalyzer.analyze`."""
     measured, record = analysis.measured, analysis.record
     compute, as_is = measured.step_s(SAME_BATCH), measured.step_s(AS_IS)
@@ -52,11 +55,14 @@ def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> dict
             },
             "data_loading": {
                 "time_ms": None if compute is None or as_is is None else max(0.0, as_is.value - compute.value) * 1e3,
+                "throughput": measured.loader_samples_per_s,
                 "wait_ms": None if wait is None else wait.mean_s * 1e3,
                 "num_workers": analysis.workers,
                 "tried_workers": analysis.other_workers,
             },
             "memory": _memory(device, record),
+            "per_epoch": _per_epoch(analysis),
+            "batch": record.to_dict()["batch"],
             "verdict": record.verdict,
             "findings": [dataclasses.asdict(item) for item in record.findings],
             "experiments": {
@@ -66,9 +72,22 @@ def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> dict
                 "wall_s": analysis.wall_s,
             },
             "notes": record.notes,
+            "units": UNITS,
         }
     )
-    return data
+    return Printed(data, render_analysis)
+
+
+def _per_epoch(analysis: Analysis) -> dict[str, float | None]:
+    """Steps, how often gradients are averaged over the ranks, and what a rank sends for it."""
+    steps, communication = analysis.steps_per_epoch, analysis.record.communication
+    sent = communication.bytes_per_step
+    several = analysis.record.batch.world_size > 1
+    return {
+        "steps": steps,
+        "communications": steps if several else 0,
+        "sent_gb": None if steps is None or sent is None else _gb(steps * sent),
+    }
 
 
 def _memory(device: torch.device, record: RunRecord) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter, time
 from typing import Any
 
@@ -26,9 +26,12 @@ from frameworm.observe.clocks.phases import Timed
 from frameworm.records.account import StepAccount
 from frameworm.records.schema import Batch, Communication, Remedy, RunRecord, StepRecord
 from frameworm.records.statistics import StepAggregate
+from frameworm.report.kit.printed import Printed
+from frameworm.report.tune.analysis import render_figures
 from frameworm.tune.analyzer.analysis import Analysis, describe
 from frameworm.tune.analyzer.bench import Bench, Feed, has_hook
 from frameworm.tune.analyzer.experiments import (
+    ALL_VARIANTS,
     AS_IS,
     AUTOCAST,
     DOUBLE_BATCH,
@@ -39,6 +42,7 @@ from frameworm.tune.analyzer.experiments import (
     WORKERS,
     Measured,
     Variant,
+    loader_rate,
     run_rounds,
     standard_variants,
 )
@@ -47,6 +51,7 @@ from frameworm.tune.analyzer.settle import Gain, settle
 from frameworm.tune.analyzer.untouched import untouched
 
 WORTH_TRYING_WORKERS = 1.05
+LOADER_SHARE = 0.05  # of the time, for the loader by itself
 CLOCK_STEPS = 10  # timed by a model's own DDP
 COMPRESS = Remedy(
     "parallel.compression", "auto", "send less: enable_gradient_compression(ddp_model) in a loop of your own"
@@ -98,22 +103,49 @@ class BottleneckAnalyzer:
         self._loss_fn = loss_fn
         self._config = apply_settings(api_defaults() if config is None else config, settings)
         self._budget_s = budget_s
+        self._last: Printed | None = None
 
-    def analyze(self) -> dict[str, Any]:
+    def analyze(self) -> Printed:
         """Run the experiments.
 
         Returns:
             `compute` {time_ms, throughput}, `communication` {time_ms, bandwidth_gbps, param_size_mb}, `data_loading`
-            {time_ms, wait_ms, num_workers, tried_workers}, `memory` {allocated_gb, reserved_gb, peak_gb, total_gb,
-            usage_pct}, `verdict`, `findings` as in a run's summary, and `experiments` with every variant's step time
-            and what was skipped. Unknown is None. Times are those of one step on this rank.
+            {time_ms, throughput, wait_ms, num_workers, tried_workers}, `memory` {allocated_gb, reserved_gb, peak_gb,
+            total_gb, usage_pct}, `per_epoch` {steps, communications, sent_gb}, `batch`, `verdict` and `findings` as
+            in a run's summary, `experiments` with every variant's step time and what was skipped, and the `units` of all
+            figures. Unknown is None. Times are those of one step on this rank; throughputs are samples per second of
+            all ranks, that of data loading without a model to wait for. `print(result)` shows it as text.
         """
         analysis = self.run()
         apply_judgement(analysis.record, self.judge(analysis))
-        return describe(analysis, self._model, self._device)
+        self._last = describe(analysis, self._model, self._device)
+        return self._last
 
-    def run(self) -> Analysis:
-        """The experiments, as records."""
+    def analyze_compute(self) -> Printed:
+        """The part `compute` of an analysis, by the experiment that it needs."""
+        return self._part("compute", SAME_BATCH)
+
+    def analyze_communication(self) -> Printed:
+        """The part `communication` of an analysis, by the experiments that it needs."""
+        return self._part("communication", SAME_BATCH, NO_SYNC)
+
+    def analyze_data_loading(self) -> Printed:
+        """The part `data_loading` of an analysis, by the experiments that it needs."""
+        return self._part("data_loading", AS_IS, SAME_BATCH)
+
+    def analyze_memory(self) -> Printed:
+        """The part `memory` of an analysis, after a few steps."""
+        return self._part("memory", SAME_BATCH)
+
+    def print_summary(self) -> None:
+        """Print the last analysis; there is none yet: run one."""
+        print(self._last or self.analyze())
+
+    def _part(self, name: str, *variants: str) -> Printed:
+        return Printed(describe(self.run(variants), self._model, self._device)[name], render_figures)
+
+    def run(self, only: Sequence[str] = ALL_VARIANTS) -> Analysis:
+        """The experiments, as records; `only` names those to make, the same batch again being one of them."""
         began = perf_counter()
         optimizer = self._optimizer
         notes = []
@@ -130,11 +162,11 @@ class BottleneckAnalyzer:
         dataset = getattr(self._loader, "dataset", None)
         with untouched(self._model, optimizer, self._device, dataset), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of variants the user never asked for
-            analysis = self._experiment(optimizer, began)
+            analysis = self._experiment(optimizer, began, only)
         analysis.record.notes += notes
         return analysis
 
-    def _experiment(self, optimizer: torch.optim.Optimizer, began: float) -> Analysis:
+    def _experiment(self, optimizer: torch.optim.Optimizer, began: float, only: Sequence[str]) -> Analysis:
         config, device = self._config, self._device
         bench = Bench(self._model, optimizer, self._loss_fn, device, config)
         feeds: list[Feed] = []
@@ -145,17 +177,26 @@ class BottleneckAnalyzer:
             bench.block(lambda: first, WARM_UP_STEPS)
             measured = Measured()
             variants = standard_variants(bench, feed, first, measured, compiled=config.gpu.compile_model)
+            variants = {name: variant for name, variant in variants.items() if name in only}
             other = other_workers(self._loader, _local_world_size())
 
             def more(times: dict[str, float]) -> dict[str, Variant]:
-                if other is None or bench.agreed(times[AS_IS] / times[SAME_BATCH]) < WORTH_TRYING_WORKERS:
+                if (
+                    other is None
+                    or AS_IS not in times
+                    or bench.agreed(times[AS_IS] / times[SAME_BATCH]) < WORTH_TRYING_WORKERS
+                ):
                     return {}
                 trial = self._feed(bench, other)
                 feeds.append(trial)
                 return {WORKERS: Variant(trial, drop=trial.ahead + 1)}
 
-            left_s = self._budget_s - bench.agreed(perf_counter() - began)
-            run_rounds(bench, variants, measured, budget_s=left_s, more=more)
+            budget_s = self._budget_s * len(only) / len(ALL_VARIANTS)
+            left_s = budget_s - bench.agreed(perf_counter() - began)
+            longest = AS_IS if AS_IS in variants else SAME_BATCH
+            run_rounds(bench, variants, measured, budget_s=left_s, more=more, longest=longest)
+            if AS_IS in variants:
+                measured.loader_samples_per_s = loader_rate(bench, feed, LOADER_SHARE * budget_s)
             measured.compare_ranks(bench)
             measured.communication_s = bench.communication_s(first, CLOCK_STEPS)
         finally:
@@ -172,6 +213,7 @@ class BottleneckAnalyzer:
             workers,
             other if WORKERS in variants else None,
             perf_counter() - began,
+            feed.steps_per_epoch,
         )
 
     def _feed(self, bench: Bench, num_workers: int | None) -> Feed:

@@ -42,6 +42,7 @@ class Feed:
     def __init__(self, loader: Any, device: torch.device, strategy: Strategy, accumulation: int) -> None:
         self.ahead = batches_ahead(loader)
         self._loader = loader
+        self._accumulation = accumulation
         self._source = StepSource(
             CudaDataLoader(loader, device),
             accumulation=accumulation,
@@ -60,6 +61,14 @@ class Feed:
             self._epoch += 1
             batch = next(self._steps)
         return batch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of one epoch on this rank; None where the loader does not know its length."""
+        try:
+            return -(-len(self._loader) // self._accumulation)
+        except TypeError:
+            return None
 
     def close(self) -> None:
         """End the workers."""

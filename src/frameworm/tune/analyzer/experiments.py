@@ -26,6 +26,7 @@ AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST = "as_is", "same_batch", "no_sync", "autoca
 SLOWEST = "no_sync_slowest_rank"  # the same on the rank that computes longest
 WAIT = "wait_for_slowest_rank"  # what that rank takes longer than the others
 HALF_BATCH, DOUBLE_BATCH, WORKERS = "half_batch", "double_batch", "other_workers"
+ALL_VARIANTS = (AS_IS, SAME_BATCH, NO_SYNC, AUTOCAST, HALF_BATCH, DOUBLE_BATCH)  # WORKERS join where data is waited for
 
 RESAMPLES = 2_000
 WARM_UP_STEPS = 3
@@ -67,6 +68,7 @@ class Measured:
     as_is: list[Timed] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     slowest_rank: int | None = None
+    loader_samples_per_s: float | None = None  # of all ranks, without a model to wait for
     communication_s: float | None = None  # gradients on their way, by the clock of the model's own DDP
 
     def step_s(self, variant: str) -> Interval | None:
@@ -220,6 +222,18 @@ def run_rounds(
         spent_s = bench.agreed(perf_counter() - began)
         if number >= FEWEST_ROUNDS and spent_s + bench.agreed(perf_counter() - round_began) > budget_s:
             break
+
+
+def loader_rate(bench: Bench, feed: Feed, budget_s: float) -> float:
+    """Samples per second of a loader that nothing holds back, on all ranks."""
+    for _ in range(feed.ahead):  # may have been ready
+        feed()
+    began = perf_counter()
+    samples = feed().global_samples
+    seconds = bench.agreed(perf_counter() - began)
+    count = min(max(int(budget_s / seconds) if seconds > 0 else MOST_BLOCK_STEPS, feed.ahead, 2), MOST_BLOCK_STEPS)
+    samples += sum(feed().global_samples for _ in range(count))
+    return samples / bench.agreed(perf_counter() - began)
 
 
 def _drop_hopeless(
