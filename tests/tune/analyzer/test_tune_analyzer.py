@@ -22,7 +22,7 @@ from frameworm.distributed import (
     measure_optimization_effectiveness,
     profile_memory_usage,
 )
-from frameworm.errors import DataError, DeviceError
+from frameworm.errors import ConfigError, DataError, DeviceError
 from frameworm.parallel import replicated
 
 
@@ -308,3 +308,44 @@ def test_small_helpers_leave_no_trace_either() -> None:
     assert memory["activations"] is not None
     assert memory["activations"] > 16 * 16 * 4
     assert compared["speedup"]["low"] <= compared["speedup"]["value"] <= compared["speedup"]["high"]
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.GELU()) for _ in range(4)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+def test_activation_checkpointing_is_measured_in_percent_and_then_undone() -> None:
+    model, batch = Repeated(), (torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+    classes = [type(module) for module in model.modules()]
+    found = profile_memory_usage(model, batch, activation_checkpointing="full")
+    assert 50 < found["checkpointing_saved_pct"] < 100
+    assert found["step"] == sum(
+        found[name] for name in ("parameters", "gradients", "optimizer", "buffers", "activations")
+    )
+    assert 0 < found["efficiency"] <= 1
+    assert found["usage"] == pytest.approx(found["peak"] / found["total"])
+    assert "activation checkpointing saves" in str(found)
+    assert profile_memory_usage(model, batch)["checkpointing_saved_pct"] is None
+    compared = measure_optimization_effectiveness(model, batch, {}, {"activation_checkpointing": "full"}, budget_s=1.0)
+    assert 10 < compared["memory"]["saved_pct"] < 100
+    assert compared["memory"]["before_bytes"] > compared["memory"]["after_bytes"]
+    assert "% saved" in str(compared)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_a_number_of_samples_in_place_of_a_batch() -> None:
+    timed = benchmark_training_step(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), 32, steps=3)
+    assert timed["samples_per_s"] == pytest.approx(32 / timed["step_ms"]["mean"] * 1e3)
+    assert "samples/s over 3 steps" in str(timed)
+    assert profile_memory_usage(nn.Linear(8, 4), 32)["parameters"] == 4 * 36
+    with pytest.raises(ConfigError, match=r"batch: 32 .* next\(iter\(train_loader\)\)"):
+        benchmark_training_step(nn.Embedding(8, 4), 32)

@@ -139,6 +139,7 @@ class MemoryPlanner:
             largest = largest_by[setting.checkpointing]
             if not plan.fits(memory_bytes, fraction):
                 changes = self.changes(memory_bytes)
+        totals = {mode: self.plan(replace(setting, checkpointing=mode)).total for mode in self.checkpointing}
         profile = self.profile(setting)
         return MemoryReport(
             name=self.config.name,
@@ -152,6 +153,7 @@ class MemoryPlanner:
             device_name=device_name,
             largest=largest,
             largest_by=largest_by,
+            saved_by={mode: 1 - total / totals["off"] for mode, total in totals.items() if mode != "off"},
             changes=tuple(changes),
             notes=tuple(self.notes),
         )

@@ -55,6 +55,9 @@ def render_memory(report: MemoryReport) -> str:
     lines = [title, "─" * len(title), *_components(plan), "", _verdict(report)]
     if report.largest is not None:
         lines.append(_largest(report))
+    if report.saved_by:
+        saved = ", ".join(f"{mode} {share(part)}" for mode, part in report.saved_by.items())
+        lines.append(f"activation checkpointing saves: {saved} of the total")
     if report.changes:
         lines += ["", "to make it fit, cheapest first"]
         for number, change in enumerate(report.changes, 1):

@@ -7,7 +7,7 @@ from typing import Any
 
 from frameworm.records.schema import RunRecord
 from frameworm.report.kit.layout import field, heading
-from frameworm.report.kit.tables import UNKNOWN, batch_text, number
+from frameworm.report.kit.tables import UNKNOWN, batch_text, data_size, number, share
 from frameworm.report.run.text import judgement_lines
 
 WIDTH = 80
@@ -68,6 +68,46 @@ def render_analysis(data: Mapping[str, Any]) -> str:
 def render_figures(data: Mapping[str, Any]) -> str:
     """One part of an analysis."""
     return _figures(data).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def render_step(data: Mapping[str, Any]) -> str:
+    """What `benchmark_training_step` measured."""
+    step, phases = data["step_ms"], data["phases_ms"]
+    lines = heading(f"training step · {number(data['samples_per_s'])} samples/s over {data['steps']} steps", WIDTH)
+    lines += field("step", "  ".join(f"{name} {number(step[name])} ms" for name in step), WIDTH)
+    lines += field("phases", "  ".join(f"{name} {number(value)} ms" for name, value in phases.items()), WIDTH)
+    return "\n".join(lines) + "\n"
+
+
+def render_step_memory(data: Mapping[str, Any]) -> str:
+    """What `profile_memory_usage` measured."""
+    lines = heading(f"memory of a training step · {data_size(data['step'])}", WIDTH)
+    for name in ("parameters", "gradients", "optimizer", "buffers", "activations"):
+        lines += field(
+            name, f"{data_size(data[name])}  {share(data[name] / data['step'] if data['step'] else 0.0)}", WIDTH
+        )
+    lines += field("peak", f"{data_size(data['peak'])} of {data_size(data['total'])} ({share(data['usage'])})", WIDTH)
+    lines += field("efficiency", f"{share(data['efficiency'])} of the peak is what the step needs", WIDTH)
+    if data["checkpointing_saved_pct"] is not None:
+        words = f"activation checkpointing saves {share(data['checkpointing_saved_pct'] / 100)} of the activations"
+        lines += field("saved", words, WIDTH)
+    return "\n".join(lines) + "\n"
+
+
+def render_effectiveness(data: Mapping[str, Any]) -> str:
+    """What `measure_optimization_effectiveness` measured."""
+    word = {True: "faster", False: "slower", None: "no clear difference"}[data["effective"]]
+    lines = heading(f"before and after · {word}", WIDTH)
+    for side in ("before", "after"):
+        time_ms, size = data[f"{side}_ms"], data["memory"][f"{side}_bytes"]
+        lines += field(side, f"{number(time_ms)} ms per step  {data_size(size)}", WIDTH)
+    gain = data["speedup"]
+    if gain is not None:
+        words = f"{number(gain['value'])}x, with 95% confidence {number(gain['low'])}x to {number(gain['high'])}x"
+        lines += field("speedup", words, WIDTH)
+    saved = data["memory"]["saved_pct"]
+    lines += field("memory", f"{share(abs(saved) / 100)} {'saved' if saved >= 0 else 'more'}", WIDTH)
+    return "\n".join(lines) + "\n"
 
 
 def _figures(data: Mapping[str, Any]) -> str:

@@ -112,9 +112,9 @@ class BottleneckAnalyzer:
             `compute` {time_ms, throughput}, `communication` {time_ms, bandwidth_gbps, param_size_mb}, `data_loading`
             {time_ms, throughput, wait_ms, num_workers, tried_workers}, `memory` {allocated_gb, reserved_gb, peak_gb,
             total_gb, usage_pct}, `per_epoch` {steps, communications, sent_gb}, `batch`, `verdict` and `findings` as
-            in a run's summary, `experiments` with every variant's step time and what was skipped, and the `units` of all
-            figures. Unknown is None. Times are those of one step on this rank; throughputs are samples per second of
-            all ranks, that of data loading without a model to wait for. `print(result)` shows it as text.
+            in a run's summary, `experiments` with every variant's step time and what was skipped, and the `units` of
+            all figures. Unknown is None. Times are those of one step on this rank; throughputs are those of all ranks,
+            that of data loading without a model to wait for. `print(result)` shows it as text.
         """
         analysis = self.run()
         apply_judgement(analysis.record, self.judge(analysis))

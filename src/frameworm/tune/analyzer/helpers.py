@@ -14,10 +14,13 @@ from frameworm.engine.settings import api_defaults, apply_settings
 from frameworm.engine.summary import measure_memory
 from frameworm.errors import ConfigError
 from frameworm.records.statistics import statistics
+from frameworm.report.kit.printed import Printed
+from frameworm.report.tune.analysis import render_effectiveness, render_step, render_step_memory
 from frameworm.tune.analyzer.analyzer import device_of
 from frameworm.tune.analyzer.bench import Bench, mean_step_s, step_of
 from frameworm.tune.analyzer.experiments import Measured, Variant, run_rounds
 from frameworm.tune.analyzer.untouched import untouched
+from frameworm.tune.batch_size.find import input_shape_of, sum_of_outputs
 
 BEFORE, AFTER = "before", "after"
 
@@ -33,12 +36,13 @@ def benchmark_training_step(
     warmup: int = 3,
     config: Config | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Printed:
     """Time the training step on one batch, which must be on the model's device; nothing is changed by it.
 
     Args:
         model: The model.
-        batch: One batch, as the loader yields it.
+        batch: One batch, as the loader yields it. A number, for a model that begins with a Linear layer: so many random
+            inputs, and the mean of the outputs stands for the loss.
         device: The model's device.
         optimizer: Without one an AdamW of its own.
         loss_fn: As for `Trainer`.
@@ -48,9 +52,11 @@ def benchmark_training_step(
         **settings: As for `Trainer`.
 
     Returns:
-        `step_ms` {mean, std, min, max, p50, p95, p99}, `phases_ms` {name: mean}, `samples_per_s`, `steps`.
+        `step_ms` {mean, std, min, max, p50, p95, p99}, `phases_ms` {name: mean}, `samples_per_s`, `steps`. It prints as
+        text.
     """
     place = device_of(model, device)
+    batch, loss_fn = _batch(model, batch, loss_fn, place)
     chosen = apply_settings(api_defaults() if config is None else config, settings)
     used = _optimizer(model, optimizer)
     with untouched(model, used, place):
@@ -60,12 +66,13 @@ def benchmark_training_step(
     spread = statistics(item.step_s for item in timed)
     assert spread is not None, "at least one step was measured"
     names = dict.fromkeys(name for item in timed for name in item.phases)
-    return {
+    data = {
         "step_ms": {name: getattr(spread, name) * 1e3 for name in ("mean", "std", "min", "max", "p50", "p95", "p99")},
         "phases_ms": {name: sum(item.phases.get(name, 0.0) for item in timed) / len(timed) * 1e3 for name in names},
         "samples_per_s": step.global_samples / mean_step_s(timed),
         "steps": len(timed),
     }
+    return Printed(data, render_step)
 
 
 def profile_memory_usage(
@@ -77,18 +84,40 @@ def profile_memory_usage(
     loss_fn: Callable[..., Any] | None = None,
     config: Config | None = None,
     **settings: Any,
-) -> dict[str, int | None]:
+) -> Printed:
     """Bytes a training step needs; arguments as for `benchmark_training_step`.
 
     Returns:
         `parameters`, `gradients`, `optimizer` and `buffers` by their tensors; `activations`, what forward keeps for
-        backward beside them (by the tensors autograd saved); `peak` of the process so far, on a GPU by the allocator,
-        and `total`.
+        backward beside them (by the tensors autograd saved); `step`, the sum of these; `peak` of the process so far, on
+        a GPU by the allocator, and `total`. `efficiency` is the share of the peak that the step needs (the rest is
+        working memory, what the allocator keeps and, on a CPU, Python and its libraries), `usage` that of the total
+        that the peak takes. With `activation_checkpointing`, `checkpointing_saved_pct` is what it saves of the
+        activations. It prints as text.
     """
     place = device_of(model, device)
+    batch, loss_fn = _batch(model, batch, loss_fn, place)
     chosen = apply_settings(api_defaults() if config is None else config, settings)
     used = _optimizer(model, optimizer)
     gc.collect()
+    with untouched(model, used, place):
+        needed = _step_bytes(model, batch, used, Bench(model, used, loss_fn, place, chosen))
+        saved_pct = None
+        if chosen.memory.activation_checkpointing != "off":
+            plain = apply_settings(chosen, {"activation_checkpointing": "off"})
+            whole = _step_bytes(model, batch, used, Bench(model, used, loss_fn, place, plain))["activations"]
+            saved_pct = 100 * (1 - needed["activations"] / whole) if whole else None
+    memory = measure_memory(place)
+    step = sum(needed.values())
+    data: dict[str, float | None] = {**needed, "step": step, "peak": memory.peak_bytes, "total": memory.total_bytes}
+    data["efficiency"] = min(1.0, step / memory.peak_bytes) if memory.peak_bytes else None
+    data["usage"] = memory.peak_bytes / memory.total_bytes if memory.peak_bytes and memory.total_bytes else None
+    data["checkpointing_saved_pct"] = saved_pct
+    return Printed(data, render_step_memory)
+
+
+def _step_bytes(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, bench: Bench) -> dict[str, int]:
+    """What a step of the bench needs, by its tensors."""
     saved: dict[int, int] = {}
     own = {item.untyped_storage().data_ptr() for item in [*model.parameters(), *model.buffers()]}
 
@@ -98,23 +127,16 @@ def profile_memory_usage(
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with untouched(model, used, place):
-        bench = Bench(model, used, loss_fn, place, chosen)
-        step = step_of(batch, bench.strategy.world_size)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            bench.block(lambda: step, 1)
-        state = [item for values in used.state.values() for item in values.values() if isinstance(item, torch.Tensor)]
-        optimizer_bytes = sum(map(_size, state))
-    memory = measure_memory(place)
-    trainable = [item for item in model.parameters() if item.requires_grad]
+    step = step_of(batch, bench.strategy.world_size)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        bench.block(lambda: step, 1)
+    states = (item for values in optimizer.state.values() for item in values.values())
     return {
         "parameters": sum(map(_size, model.parameters())),
-        "gradients": sum(map(_size, trainable)),
-        "optimizer": optimizer_bytes,
+        "gradients": sum(_size(item) for item in model.parameters() if item.requires_grad),
+        "optimizer": sum(_size(item) for item in states if isinstance(item, torch.Tensor)),
         "buffers": sum(map(_size, model.buffers())),
         "activations": sum(saved.values()),
-        "peak": memory.peak_bytes,
-        "total": memory.total_bytes,
     }
 
 
@@ -128,7 +150,7 @@ def measure_optimization_effectiveness(
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: Callable[..., Any] | None = None,
     budget_s: float = 20.0,
-) -> dict[str, Any]:
+) -> Printed:
     """Compare two settings of the step on one batch, block by block in turns; nothing is changed by it.
 
     Args:
@@ -143,9 +165,11 @@ def measure_optimization_effectiveness(
 
     Returns:
         `before_ms` and `after_ms` per step, `speedup` {value, low, high} (95%), and `effective`: True when the whole
-        interval is above 1, False when it is below, None when it holds both answers.
+        interval is above 1, False when it is below, None when it holds both answers. `memory` has `before_bytes` and
+        `after_bytes` of a step (see `step` of `profile_memory_usage`) and `saved_pct`. It prints as text.
     """
     place = device_of(model, device)
+    batch, loss_fn = _batch(model, batch, loss_fn, place)
     used = _optimizer(model, optimizer)
     measured = Measured()
     with untouched(model, used, place):
@@ -155,22 +179,44 @@ def measure_optimization_effectiveness(
             raise ConfigError("compile_model changes the model itself: compare two runs instead (frameworm compare)")
         benches = {name: Bench(model, used, loss_fn, place, side) for name, side in sides.items()}
         step = step_of(batch, benches[BEFORE].strategy.world_size)
+        needed = {name: sum(_step_bytes(model, batch, used, bench).values()) for name, bench in benches.items()}
         for bench in benches.values():
             bench.block(lambda: step, 3)
         variants = {name: Variant(lambda: step, bench=bench) for name, bench in benches.items()}
         run_rounds(benches[BEFORE], variants, measured, budget_s=budget_s, longest=BEFORE)
     before_s, after_s = measured.step_s(BEFORE), measured.step_s(AFTER)
     gain = measured.gain(BEFORE, AFTER)
-    return {
+    data = {
         "before_ms": None if before_s is None else before_s.value * 1e3,
         "after_ms": None if after_s is None else after_s.value * 1e3,
         "speedup": None if gain is None else {"value": gain.value, "low": gain.low, "high": gain.high},
         "effective": None if gain is None else True if gain.low > 1 else False if gain.high < 1 else None,
+        "memory": {
+            "before_bytes": needed[BEFORE],
+            "after_bytes": needed[AFTER],
+            "saved_pct": 100 * (1 - needed[AFTER] / needed[BEFORE]),
+        },
     }
+    return Printed(data, render_effectiveness)
 
 
 def _settings(side: Config | dict[str, Any]) -> Config:
     return side if isinstance(side, Config) else apply_settings(api_defaults(), side)
+
+
+def _batch(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, device: torch.device
+) -> tuple[Any, Callable[..., Any] | None]:
+    """The batch; a number of samples becomes random inputs where the model says what they look like."""
+    if not isinstance(batch, int):
+        return batch, loss_fn
+    shape = input_shape_of(model)
+    if batch < 1 or shape is None:
+        raise ConfigError(
+            f"batch: {batch} says how many samples but not what one looks like; give a batch as the loader yields it: "
+            "next(iter(train_loader))"
+        )
+    return torch.randn(batch, *shape, device=device), loss_fn or sum_of_outputs
 
 
 def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

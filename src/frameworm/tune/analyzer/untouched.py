@@ -76,10 +76,12 @@ class _Module:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._class = type(module)  # activation checkpointing changes it
         self._attributes = _Attributes(module)
         self._buffers = {name: None if item is None else _Values(item) for name, item in module._buffers.items()}
 
     def restore(self) -> None:
+        self._module.__class__ = self._class
         self._attributes.restore()
         buffers = self._module._buffers
         for name in [name for name in buffers if name not in self._buffers]:

@@ -66,6 +66,13 @@ def sum_of_outputs(model: nn.Module, batch: Tensor) -> Tensor:
     return found.float().mean()
 
 
+def input_shape_of(model: nn.Module) -> tuple[int, ...] | None:
+    """Shape of one input of a model that begins with a Linear layer; None for all others."""
+    layers = (part for part in model.modules() if any(True for _ in part.parameters(recurse=False)))
+    first = next(layers, None)
+    return (first.in_features,) if isinstance(first, nn.Linear) else None
+
+
 def find_optimal_batch_size(
     model: nn.Module,
     max_batch_size: int = 512,
@@ -198,11 +205,9 @@ def _workload(
 ) -> Workload:
     if data is None and sample is None:
         if input_shape is None:
-            layers = (part for part in model.modules() if any(True for _ in part.parameters(recurse=False)))
-            first = next(layers, None)
-            if not isinstance(first, nn.Linear):
+            input_shape = input_shape_of(model)
+            if input_shape is None:
                 raise ConfigError(f"there is nothing to feed the model with: {_HOW}")
-            input_shape = (first.in_features,)
         shape = tuple(input_shape)
         sample = torch.randn(shape) if math.prod(shape) else torch.zeros(shape)
         loss_fn = loss_fn or sum_of_outputs
