@@ -11,6 +11,7 @@ from frameworm.engine.trainer import DDPTrainer, DistributedTrainer
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.observe.monitor import PerformanceMonitor
 from frameworm.observe.profiler import PerformanceProfiler
+from frameworm.parallel.compression.benchmark import benchmark_compression
 from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.public import CompressedDDP, enable_gradient_compression
 from frameworm.scaling.memory import calculate_zero_savings
@@ -36,6 +37,7 @@ __all__ = [
     "PerformanceMonitor",
     "PerformanceProfiler",
     "ZeROStage1Optimizer",
+    "benchmark_compression",
     "benchmark_training_step",
     "calculate_zero_savings",
     "cleanup",

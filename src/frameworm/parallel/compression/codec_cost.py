@@ -29,7 +29,7 @@ class _Done:
         """Nothing was sent."""
 
 
-class _NoWire:
+class NoWire:
     """Collectives that do nothing; what was received is whatever the buffer held."""
 
     rank = 0
@@ -71,19 +71,19 @@ def codec_seconds_per_value(
     count = sum(item.numel() for item in model)
     draw = torch.Generator().manual_seed(0)
     fresh = torch.randn(count, generator=draw).to(device)
-    wire = cast("Wire", _NoWire(world_size))
+    wire = cast("Wire", NoWire(world_size))
     costs = {}
     for method in METHODS:
         if method == OFF:
             continue
         scratch, values = exchange.Scratch(), torch.empty_like(fresh)
         residual = torch.zeros(count, device=device) if method in WITH_FEEDBACK else None
-        stages = _stages(method, named, wire, scratch, ratio, powersgd_rank)
+        stages = stages_of(method, named, wire, scratch, ratio, powersgd_rank)
         taken = []
         for _ in range(REPETITIONS + 1):
             values.copy_(fresh)
             parcel = exchange.Parcel(0, values, names, residual)
-            taken.append(_seconds(device, lambda run=stages, parcel=parcel: _through(run(parcel))))  # type: ignore[misc]
+            taken.append(seconds_of(device, lambda run=stages, parcel=parcel: run_stages(run(parcel))))  # type: ignore[misc]
         costs[method] = median(taken[1:]) / count  # the first one makes its buffers
     return costs
 
@@ -104,9 +104,10 @@ def _sample(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return chosen or [SQUARE]
 
 
-def _stages(
+def stages_of(
     method: str, named: Named, wire: Wire, scratch: exchange.Scratch, ratio: float, powersgd_rank: int
 ) -> Callable[[exchange.Parcel], Stages]:
+    """The stages of a method, as the hook runs them."""
     if method in CASTS:
         return lambda parcel: exchange.cast(parcel, wire, scratch, CASTS[method])
     if method == "powersgd":
@@ -118,7 +119,8 @@ def _stages(
     return lambda parcel: exchange.sparse(parcel, wire, scratch, codec)
 
 
-def _through(stages: Stages) -> Any:
+def run_stages(stages: Stages) -> Any:
+    """Run the stages of a bucket to their end, and give its mean."""
     with torch.no_grad():
         try:
             while True:
@@ -127,7 +129,8 @@ def _through(stages: Stages) -> Any:
             return ended.value
 
 
-def _seconds(device: torch.device, action: Callable[[], object]) -> float:
+def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
+    """How long an action takes on a device."""
     _wait(device)
     begin = perf_counter()
     action()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from frameworm.config.schema import ParallelConfig
 from frameworm.errors import ConfigError, EnvironmentSetupError, ModelError
 from frameworm.parallel.compression import hook
+from frameworm.parallel.compression.compressor import GradientCompressor
 from frameworm.parallel.compression.control import CompressionControl
 from frameworm.records.observations import Compression
 
@@ -130,6 +131,11 @@ class CompressedDDP(nn.Module):
         compression_ratio: Share of the values that topk sends.
         method: As in `enable_gradient_compression`.
         settings: More arguments of `enable_gradient_compression`.
+
+    Attributes:
+        ddp: The DistributedDataParallel around the model.
+        compression: What sends the gradients; keep its `state_dict` in your checkpoints.
+        compressor: A `GradientCompressor` of the same ratio, for tensors by themselves.
     """
 
     def __init__(
@@ -146,6 +152,7 @@ class CompressedDDP(nn.Module):
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
+        self.compressor = GradientCompressor(compression_ratio)
         self.compression = enable_gradient_compression(
             self.ddp, None, method, compression_ratio=compression_ratio, **settings
         )
@@ -154,6 +161,11 @@ class CompressedDDP(nn.Module):
     def module(self) -> nn.Module:
         """The model itself."""
         return cast("nn.Module", self.ddp.module)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, as `module`."""
+        return self.module
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward."""

@@ -1,10 +1,11 @@
-"""A measured network as a table of plain text."""
+"""A measured network, and what compression does to gradients, as tables of plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from frameworm.report.kit.tables import plain
+from frameworm.report.kit.tables import data_size, number, plain, seconds, share
 from frameworm.scaling.network import NetworkModel, NetworkPoint, bus_share
 
 _UNKNOWN = "unknown"
@@ -24,6 +25,26 @@ def render_network(model: NetworkModel) -> str:
     for collective, points in model.points.items():
         lines += ["", collective, *_sizes(model, collective, points)]
     lines += ["", "per link: bytes that each link carries in a ring, to compare with what the link is sold as"]
+    return "\n".join(lines) + "\n"
+
+
+def render_compression(data: Mapping[str, Any]) -> str:
+    """What `benchmark_compression` measured: one row per size and method."""
+    title = f"gradient compression · {plain(data['device'])}"
+    rows = [("values", "method", "bytes", "ratio", "time", "error")]
+    rows += [
+        (
+            f"{row['values']:,}",
+            plain(row["method"]),
+            data_size(row["compressed_bytes"]),
+            f"{number(row['ratio'])}x",
+            seconds(row["time_ms"] / 1e3),
+            share(row["error"]),
+        )
+        for row in data["rows"]
+    ]
+    lines = [title, "─" * len(title), *_aligned(rows), ""]
+    lines.append("time: compressing and decompressing; error: norm of what one step loses, without error feedback")
     return "\n".join(lines) + "\n"
 
 
