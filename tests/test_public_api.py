@@ -29,6 +29,7 @@ CONTRACT = {
         "profile_memory_usage",
         "measure_optimization_effectiveness",
         "find_optimal_batch_size",
+        "print_optimization_checklist",
     },
 }
 

@@ -21,6 +21,7 @@ from frameworm.tune.analyzer.helpers import (
     measure_optimization_effectiveness,
     profile_memory_usage,
 )
+from frameworm.tune.analyzer.present_checklist import print_optimization_checklist
 from frameworm.tune.batch_size.find import find_optimal_batch_size
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "enable_gradient_compression",
     "find_optimal_batch_size",
     "measure_optimization_effectiveness",
+    "print_optimization_checklist",
     "profile_memory_usage",
     "setup_ddp",
 ]

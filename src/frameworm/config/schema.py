@@ -271,6 +271,10 @@ class TrainingConfig(Section):
     cpu_threads: Count | Auto = Field(
         default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
     )
+    cpu_interop_threads: Count | Auto = Field(
+        default="auto",
+        description="Threads torch runs independent operations with (torch.jit.fork); auto leaves torch's own choice.",
+    )
     cpu_affinity: bool = Field(
         default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
     )

@@ -75,6 +75,7 @@ def inspect_machine(
         governor=_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         torch_threads=torch.get_num_threads(),
+        torch_interop_threads=torch.get_num_interop_threads(),
         memory_bytes=total,
         memory_available_bytes=min(int(psutil.virtual_memory().available), max(total - _held(root), 0)),
         **_shared_memory(root),

@@ -77,6 +77,7 @@ class MachineFacts:
     governor: str | None = None
     load: float | None = None  # programs that wanted a core, over the last minute
     torch_threads: int | None = None
+    torch_interop_threads: int | None = None
     memory_bytes: int | None = None
     memory_available_bytes: int | None = None
     shared_memory_bytes: int | None = None

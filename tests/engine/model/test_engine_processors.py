@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +126,32 @@ def test_linear_layers_are_called_as_before_afterwards() -> None:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), cpu_onednn="except_linear", run_dir=None)
     trainer.train([(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))], epochs=1)
     assert not any("forward" in vars(module) for module in model)
+
+
+def test_interop_threads_are_set_once_or_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch
+from frameworm import Trainer
+from frameworm.errors import FramewormError
+
+def train(count):
+    model = torch.nn.Linear(4, 1)
+    loss = lambda output, target: output.mean()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=loss, cpu_interop_threads=count,
+                      run_dir=None, device="cpu")
+    trainer.train([(torch.ones(2, 4), torch.ones(2))])
+    return torch.get_num_interop_threads()
+
+print(train("auto"), train(3), train(3), train("auto"))
+try:
+    train(5)
+except FramewormError as error:
+    print(error)
+"""
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    first, second = ended.stdout.splitlines()
+    assert first.split()[1:] == ["3", "3", "3"]
+    assert "cpu_interop_threads: 5 comes too late" in second

@@ -142,6 +142,8 @@ def _threads(facts: MachineFacts, variables: Mapping[str, str], intent: Intent, 
         found = f"{share} for each of {ranks} ranks, if frameworm starts them"
         return Check("threads", GROUP, found, "ok", "", why)
     found = f"{threads} per process" + (f" x {ranks} ranks" if ranks > 1 else "") + f" on {_cores_text(usable)}"
+    if facts.torch_interop_threads is not None:
+        found += f"; {facts.torch_interop_threads} for forked operations (training.cpu_interop_threads)"
     if threads * ranks > CROWDED * usable:
         return Check("threads", GROUP, found, "problem", f"OMP_NUM_THREADS={share}", why)
     on_cpu = intent.on_gpu is False or (intent.on_gpu is None and not facts.gpus)

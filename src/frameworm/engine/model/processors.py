@@ -16,6 +16,7 @@ from torch import nn
 
 from frameworm.config.schema import TrainingConfig
 from frameworm.engine.model.host_gelu import gelu
+from frameworm.errors import ConfigError
 
 log = logging.getLogger("frameworm")
 
@@ -30,8 +31,20 @@ def apply_processors(training: TrainingConfig, local_rank: int, local_world_size
         bind_to_share(local_rank, local_world_size)
     if training.cpu_threads != "auto":
         torch.set_num_threads(training.cpu_threads)
+    if training.cpu_interop_threads not in ("auto", torch.get_num_interop_threads()):
+        _set_interop_threads(training.cpu_interop_threads)
     # torch's public way is a context manager.
     torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn is not False)
+
+
+def _set_interop_threads(count: int) -> None:
+    try:
+        torch.set_num_interop_threads(count)
+    except RuntimeError:  # torch takes one value per process, before the first thread starts
+        raise ConfigError(
+            f"training.cpu_interop_threads: {count} comes too late, torch has fixed {torch.get_num_interop_threads()} "
+            f"for this process; call torch.set_num_interop_threads({count}) at the top of the script, or leave it auto"
+        ) from None
 
 
 @contextmanager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from frameworm.records.machine import Check, ChecklistItem, Gain, MachineFacts
 from frameworm.report.kit.layout import heading
 from frameworm.report.kit.tables import plain
 
 _NARROWEST = 60
+_WIDTH = 80
 _WIDEST_NAME = 20  # longer ones, such as names of variables, reach into their line
 _MARKS = {"ok": "ok", "advice": "advice", "problem": "PROBLEM", "unknown": "unknown"}
 _STATES = ("not done", "done", "does not apply")
@@ -43,13 +45,32 @@ def render_doctor(
             if check.group == group:
                 lines += _check(check, names, width)
     if items is not None:
-        lines += ["", *heading(f"checklist · {plain(subject)}", width)]
-        for state in _STATES:
-            lines += _items([item for item in items if item.state == state], state, width)
-    for note in notes:
-        lines += ["", *textwrap.wrap(f"note: {plain(note)}", width, subsequent_indent="      ")]
+        lines += ["", *_checklist(items, subject, width)]
+    lines += _notes(notes, width)
     lines += ["", *textwrap.wrap(_result(checks, items), width)]
     return "\n".join(lines) + "\n"
+
+
+def render_checklist(data: Mapping[str, Any]) -> str:
+    """The checklist that `print_optimization_checklist` made, `data` being what it returns."""
+    items = [
+        ChecklistItem(**{**item, "gain": None if item["gain"] is None else Gain(**item["gain"])})
+        for item in data["items"]
+    ]
+    lines = _checklist(items, data["subject"], _WIDTH, in_python=data["in_python"])
+    return "\n".join([*lines, *_notes(data["notes"], _WIDTH)]) + "\n"
+
+
+def _checklist(items: Sequence[ChecklistItem], subject: str, width: int, *, in_python: bool = False) -> list[str]:
+    lines = heading(f"checklist · {plain(subject)}", width)
+    for state in _STATES:
+        lines += _items([item for item in items if item.state == state], state, width, in_python)
+    return lines
+
+
+def _notes(notes: Sequence[str], width: int) -> list[str]:
+    wrapped = (textwrap.wrap(f"note: {plain(note)}", width, subsequent_indent="      ") for note in notes)
+    return [line for lines in wrapped for line in ("", *lines)]
 
 
 def _machine(facts: MachineFacts) -> str:
@@ -68,7 +89,7 @@ def _check(check: Check, names: int, width: int) -> list[str]:
     return lines
 
 
-def _items(items: Sequence[ChecklistItem], state: str, width: int) -> list[str]:
+def _items(items: Sequence[ChecklistItem], state: str, width: int, in_python: bool) -> list[str]:
     if not items:
         return []
     lines = ["", f"{state} ({len(items)})"]
@@ -80,12 +101,24 @@ def _items(items: Sequence[ChecklistItem], state: str, width: int) -> list[str]:
     for item in items:
         lines += _wrapped(f"  {item.name}: ", item.reason, width, indent=6)
         if item.settings:
-            lines += _wrapped("      set   ", " ".join(f"--set {text}" for text in item.settings), width)
+            how = _keyword if in_python else "--set {}".format
+            lines += _wrapped("      set   ", " ".join(how(text) for text in item.settings), width)
         if item.gain is not None:
             lines += _wrapped("      gain  ", _gain(item.gain), width)
         if item.finding:
             lines.append(f"      see   docs/findings.md#{item.finding}")
     return lines
+
+
+def _keyword(setting: str) -> str:
+    """A setting as a keyword of what takes it in Python."""
+    key, _, text = setting.partition("=")
+    section, _, name = key.partition(".")
+    value = {"true": "True", "false": "False", "off": '"off"'}.get(text)
+    if value is None:
+        value = text if text.replace(".", "", 1).isdigit() else f'"{text}"'
+    taker = "OptimizedDataLoader.create" if section == "data" else "Trainer"
+    return f"{taker}(..., {name}={value})"
 
 
 def _gain(gain: Gain) -> str:
