@@ -31,8 +31,9 @@ def apply_processors(training: TrainingConfig, local_rank: int, local_world_size
         bind_to_share(local_rank, local_world_size)
     if training.cpu_threads != "auto":
         torch.set_num_threads(training.cpu_threads)
-    if training.cpu_interop_threads not in ("auto", torch.get_num_interop_threads()):
-        _set_interop_threads(training.cpu_interop_threads)
+    interop = training.cpu_interop_threads
+    if interop != "auto" and torch.get_num_interop_threads() != interop:
+        _set_interop_threads(interop)
     # torch's public way is a context manager.
     torch._C._set_mkldnn_enabled(_onednn_at_first() and training.cpu_onednn is not False)
 
