@@ -61,6 +61,19 @@ def test_an_experiment_shows_what_no_rule_can_see_but_only_above_its_noise() -> 
     assert settle(Judgement("inconclusive", []), {"small_batch": vague}).verdict == "inconclusive"
 
 
+def test_unclear_communication_is_not_called_healthy() -> None:
+    unclear = {"communication_bound": Gain(Interval(1.4, 1.05, 1.9), "no_sync")}
+    settled = settle(Judgement("healthy", []), unclear)
+    assert settled.verdict == "inconclusive"
+    assert "1.05 to 1.90 times as fast" in settled.notes[0]
+    nothing = {"communication_bound": Gain(Interval(1.04, 0.9, 1.9), "no_sync")}
+    assert settle(Judgement("healthy", []), nothing).verdict == "healthy"
+    clear = {"communication_bound": Gain(Interval(1.54, 1.5, 1.6), "no_sync", instead=Remedy("a.b", 1, "less"))}
+    settled = settle(Judgement("healthy", []), clear)
+    assert settled.verdict == "communication_bound"
+    assert [item.knob for item in settled.findings[0].remedies] == ["a.b"]
+
+
 def test_gains_are_taken_within_a_round() -> None:
     measured = Measured([{"a": 2.0 * n, "b": 1.0 * n} for n in (1, 5, 30)] + [{"a": 9.0}])
     assert measured.gain("a", "b") == Interval(2.0, 2.0, 2.0)

@@ -74,9 +74,13 @@ def render_step(data: Mapping[str, Any]) -> str:
     """What `benchmark_training_step` measured."""
     step, phases = data["step_ms"], data["phases_ms"]
     lines = heading(f"training step · {number(data['samples_per_s'])} samples/s over {data['steps']} steps", WIDTH)
-    lines += field("step", "  ".join(f"{name} {number(step[name])} ms" for name in step), WIDTH)
-    lines += field("phases", "  ".join(f"{name} {number(value)} ms" for name, value in phases.items()), WIDTH)
+    lines += field("step", _times(step), WIDTH)
+    lines += field("phases", _times(phases), WIDTH)
     return "\n".join(lines) + "\n"
+
+
+def _times(times_ms: Mapping[str, float]) -> str:
+    return "  ".join(f"{name}\N{NO-BREAK SPACE}{number(value)}\N{NO-BREAK SPACE}ms" for name, value in times_ms.items())
 
 
 def render_step_memory(data: Mapping[str, Any]) -> str:
@@ -111,7 +115,11 @@ def render_effectiveness(data: Mapping[str, Any]) -> str:
 
 
 def _figures(data: Mapping[str, Any]) -> str:
-    return "  ".join(_figure(name, value).replace(" ", "\N{NO-BREAK SPACE}") for name, value in data.items())
+    return "  ".join(
+        _figure(name, value).replace(" ", "\N{NO-BREAK SPACE}")
+        for name, value in data.items()
+        if value is not None or name != "tried_workers"
+    )
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -56,6 +56,7 @@ CLOCK_STEPS = 10  # timed by a model's own DDP
 COMPRESS = Remedy(
     "parallel.compression", "auto", "send less: enable_gradient_compression(ddp_model) in a loop of your own"
 )
+ACCUMULATE = Remedy("", None, "average gradients less often: accumulate over more micro-batches, with lr to match")
 LATE_RANK = Remedy("", None, "look at that rank's machine: other work on it, its clocks, its share of the data")
 CHEAPER_SAMPLES = Remedy(
     "", None, "make a sample cheaper: do once before training what the data set does on every access"
@@ -203,7 +204,8 @@ class BottleneckAnalyzer:
             for item in feeds:
                 item.close()
         workers = workers_of(self._loader)
-        gains = measured_gains(measured, bench, first, workers, other if WORKERS in variants else None)
+        tried = other if WORKERS in variants else None
+        gains = measured_gains(measured, bench, first, workers, tried, has_hook(self._model))
         record = self._record(bench, measured, first, workers, perf_counter() - began)
         return Analysis(
             record,
@@ -211,7 +213,7 @@ class BottleneckAnalyzer:
             gains,
             first.global_samples,
             workers,
-            other if WORKERS in variants else None,
+            tried,
             perf_counter() - began,
             feed.steps_per_epoch,
         )
@@ -275,7 +277,12 @@ class BottleneckAnalyzer:
 
 
 def measured_gains(
-    measured: Measured, bench: Bench, first: StepBatch, workers: int | None, tried: int | None
+    measured: Measured,
+    bench: Bench,
+    first: StepBatch,
+    workers: int | None,
+    tried: int | None,
+    hooked: bool = False,
 ) -> dict[str, Gain]:
     """By code, what taking the cause away gained."""
     found: dict[str, Gain] = {}
@@ -297,7 +304,8 @@ def measured_gains(
             )
     without_ranks = measured.gain(SAME_BATCH, SLOWEST)
     if without_ranks is not None:
-        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent", instead=COMPRESS)
+        remedy = ACCUMULATE if hooked else COMPRESS
+        found["communication_bound"] = Gain(without_ranks, "no_sync: no gradients are sent", instead=remedy)
     without_waiting = measured.gain_without_waiting()
     if without_waiting is not None and without_waiting.low >= GAINS["warning"]:  # only computing was compared
         words, figures = "no_sync on each rank: one computes longer", {"slowest_rank": measured.slowest_rank}

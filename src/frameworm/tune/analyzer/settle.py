@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.diagnose.rules.cost import GAINS
-from frameworm.diagnose.rules.judge import EXPERIMENT, Judgement, with_findings
+from frameworm.diagnose.rules.judge import EXPERIMENT, HEALTHY, INCONCLUSIVE, Judgement, with_findings
 from frameworm.records.schema import ExpectedSpeedup, Finding, Remedy
 from frameworm.tune.analyzer.experiments import Interval
 
@@ -41,7 +41,8 @@ def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
     """The judgement with what the experiments measured.
 
     A finding whose cause costs nothing when tried (the upper end of its gain is below that of an `info`) is lowered to
-    `info`; causes that only an experiment can show are added where the lower end is worth a warning.
+    `info`; causes that only an experiment can show are added where the lower end is worth a warning. Communication that
+    may or may not cost that much is no reason to call a run healthy.
     """
     findings = [_settled(item, gains[item.code]) if item.code in gains else item for item in judgement.findings]
     there = {item.code for item in findings}
@@ -50,7 +51,15 @@ def settle(judgement: Judgement, gains: dict[str, Gain]) -> Judgement:
         for code in SEEN_BY_EXPERIMENT
         if code in gains and code not in there and gains[code].speedup.low >= GAINS["warning"]
     ]
-    return with_findings(judgement, findings)
+    settled = with_findings(judgement, findings)
+    unclear = gains.get("communication_bound")
+    if settled.verdict == HEALTHY and unclear is not None and unclear.speedup.value >= GAINS["warning"]:
+        note = (
+            f"inconclusive: without communication steps are {unclear.speedup.low:.2f} to {unclear.speedup.high:.2f} "
+            "times as fast, which may be nothing; give the experiments more time (budget_s) on a quieter machine"
+        )
+        return Judgement(INCONCLUSIVE, settled.findings, [*settled.notes, note])
+    return settled
 
 
 def severity_of_gain(gain: Interval) -> str:

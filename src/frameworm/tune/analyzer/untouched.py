@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.engine.model.randomness import random_state, restore_random_state
 
@@ -90,6 +91,17 @@ class _Module:
             buffers[name] = None if kept is None else kept.restore()
 
 
+class _Wrapper:
+    """A model's DDP: what its attributes say must stay in step with its reducer, which cannot be put back."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+        self._training = module.training
+
+    def restore(self) -> None:
+        self._module.training = self._training
+
+
 class _Optimizer:
     """State, rates and counters of an optimizer; state that came later goes."""
 
@@ -130,7 +142,10 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
     random_before = random_state(device)
     parameters = [(item, _Values(item), item.requires_grad) for item in model.parameters()]
     gradients = [(item, None if item.grad is None else _Values(item.grad)) for item in model.parameters()]
-    kept: list[_Module | _Optimizer | _Attributes] = [_Module(module) for module in model.modules()]
+    kept: list[_Module | _Wrapper | _Optimizer | _Attributes] = [
+        _Wrapper(module) if isinstance(module, DistributedDataParallel) else _Module(module)
+        for module in model.modules()
+    ]
     kept.append(_Optimizer(optimizer))
     kept += [_Attributes(other) for other in others]
     for item, _ in gradients:
