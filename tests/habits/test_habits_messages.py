@@ -22,7 +22,6 @@ from message_cases import (
     arguments_of,
     batches,
     change_summary,
-    known_defect,
     make_run,
     refusal,
     samples,

@@ -32,7 +32,6 @@ from number_cases import (
     outcome,
     pairs,
     trainer,
-    wrong_today,
 )
 from torch import nn
 
