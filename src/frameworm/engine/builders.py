@@ -124,8 +124,10 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         check=config.training.max_bad_steps is not None,
     )
     windows = Windows(config.observe, strategy.device, strategy.rank, total_steps)
-    # A user's listener may rely on hearing of a step before the next one begins.
-    clock = windows.around(make_clock(strategy.device, at_once=bool(job.callbacks)))
+    # A user's listener may rely on hearing of a step before the next one begins; on a GPU it hears of it later, but on
+    # all ranks at the same step, for it may change what is trained.
+    listens = bool(job.callbacks)
+    clock = windows.around(make_clock(strategy.device, listens, in_step=listens and strategy.world_size > 1))
     ranks: RankWatch | None = None
     if strategy.wrap_hook(lambda hook: recorded(hook, clock.record_buckets())):
         ranks = RankWatch(strategy.rank, strategy.world_size, strategy.device, clock.max_steps_ahead - 1)

@@ -94,12 +94,18 @@ def _plain(scalar: torch.Tensor) -> torch.Tensor:
 
 
 class CudaClock:
-    """Phases by CUDA events, read late."""
+    """Phases by CUDA events, read late.
+
+    Args:
+        device: What is measured.
+        in_step: Hand a step out a fixed number of steps later, not as soon as it can be read: the same on all ranks.
+    """
 
     max_steps_ahead = MAX_STEPS_AHEAD
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, in_step: bool = False) -> None:
         self._device = device
+        self._in_step = in_step
         self._free: list[torch.cuda.Event] = []
         self._filling: list[_Pending] = []
         self._groups: deque[_Group] = deque()
@@ -199,7 +205,9 @@ class CudaClock:
             if self._divides:  # what carries the scalars to the host is no wait for data
                 self._current.marks.append((OTHER, self._event()))
         done: list[Timed] = []
-        while self._groups and (len(self._groups) > GROUPS_IN_FLIGHT or self._groups[0].ready.query()):
+        while self._groups and (
+            len(self._groups) > GROUPS_IN_FLIGHT or (not self._in_step and self._groups[0].ready.query())
+        ):
             done += self._read(self._groups.popleft())
         return done
 
@@ -284,6 +292,6 @@ def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def make_clock(device: torch.device, at_once: bool = True) -> StepClock:
-    """The clock that suits the device; `at_once` is `HostClock`'s."""
-    return CudaClock(device) if device.type == "cuda" else HostClock(at_once)
+def make_clock(device: torch.device, at_once: bool = True, in_step: bool = False) -> StepClock:
+    """The clock that suits the device; `at_once` is `HostClock`'s, `in_step` is `CudaClock`'s."""
+    return CudaClock(device, in_step) if device.type == "cuda" else HostClock(at_once)
