@@ -19,7 +19,7 @@ from cells import Cell
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from options import LAYERS, OUTPUTS, VALIDATION, Network, Sample, Samples
-from recipe import SEED, Recipe
+from recipe import EPOCHS, SEED, Recipe
 from torch import nn
 from torch.utils.data import DataLoader
 from verdicts import EQUAL, REFUSED, Verdict, judge_drawn
@@ -267,7 +267,7 @@ class Numbers:
     drop_last: bool
     layer: str
     rates: str
-    interrupted: float | None  # where in the first epoch Ctrl-C comes, from 0 to 1
+    interrupted: float | None  # where Ctrl-C comes, from 0 to 1; not in the last step, after which nothing is left
 
 
 PARAMETERS = len(list(Network(LAYERS["plain"], OUTPUTS["tensor"], tied=False).parameters()))
@@ -339,7 +339,10 @@ def test_any_sizes_groups_and_interruptions(drawn: Numbers) -> None:
         )
 
     passes = drawn.samples // drawn.batch_size if drawn.drop_last else -(-drawn.samples // drawn.batch_size)
-    interrupt_in = None if drawn.interrupted is None else 1 + int(drawn.interrupted * max(passes - 1, 0))
+    before_last = EPOCHS * passes - (passes % drawn.accumulation or drawn.accumulation)
+    interrupt_in = None
+    if drawn.interrupted is not None and before_last > 0:
+        interrupt_in = 1 + round(drawn.interrupted * (before_last - 1))
     cell = Cell(accumulation=drawn.accumulation, resumed=interrupt_in is not None)
     verdict = judge_drawn(cell, make, interrupt_in)
     check(verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Ours:
     trained: Trained | None = None
     refused: str = ""
     error: str = ""
+    notes: str = ""  # what the run's record says
 
 
 Make = Callable[[Cell, int], Recipe]
@@ -80,7 +81,11 @@ def judge(cell: Cell, pair: RankPair, deadline_s: float = 120.0) -> Verdict:
 
 
 def judge_drawn(cell: Cell, make: Make, interrupt_in: int | None) -> Verdict:
-    """Run something that is no option of the axes, in one process; any refusal before the first step is right."""
+    """Run something that is no option of the axes, in one process.
+
+    Any refusal before the first step is right. Where a batch does not tell its samples, micro-batches may weigh the
+    same if the run's record says so.
+    """
     with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
         result = train_ours(0, cell, folder, make, interrupt_in)
     if result.error:
@@ -88,6 +93,8 @@ def judge_drawn(cell: Cell, make: Make, interrupt_in: int | None) -> Verdict:
     if result.refused or result.trained is None:
         return Verdict(cell, REFUSED, result.refused)
     differences = list(_alone(cell, result.trained, make))
+    if differences and "samples" in result.notes:
+        differences = list(_alone(cell, result.trained, lambda *args: replace(make(*args), count=lambda batch: 1.0)))
     return Verdict(cell, WRONG, "; ".join(differences)) if differences else Verdict(cell, EQUAL)
 
 
@@ -124,7 +131,7 @@ def train_ours(rank: int, cell: Cell, folder: str, make: Make = build, interrupt
         rates = [rate for _, rate in sorted(watch.rates.items())]
         epochs = record.epochs
         losses = [epoch.train_loss for epoch in epochs], [epoch.val_loss for epoch in epochs]
-        return Ours(Trained(recipes[-1].state(), rates, *losses, [seen]))
+        return Ours(Trained(recipes[-1].state(), rates, *losses, [seen]), notes="\n".join(record.notes))
     except FramewormError as error:
         started = bool(watch.rates) or any(len(recipe.model.seen) > cell.accumulation for recipe in recipes)
         return Ours(error=f"after the first step: {error}") if started else Ours(refused=str(error))
