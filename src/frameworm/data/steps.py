@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from frameworm.data.adopt import RankBatches, after_samples, in_a_batch, set_loader_epoch
-from frameworm.data.batches.sizes import UNKNOWN, batch_size_of
+from frameworm.data.batches.sizes import UNKNOWN, batch_size_of, common_length
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.position import Reading, order_of, skipping
 from frameworm.data.prefetch import CudaDataLoader
@@ -363,7 +363,9 @@ def sized(loader: Any, skipped: int = 0) -> Iterator[SizedBatch]:
 def _sized(batches: Iterator[Any], plan: Iterator[int]) -> Iterator[SizedBatch]:
     for batch in batches:
         size, planned = batch_size_of(batch), next(plan, None)
-        yield batch, planned if size is None else size
+        if planned is not None and size != planned and (size is None or common_length(batch) == planned):
+            size = planned
+        yield batch, size
 
 
 def _planned_sizes(loader: Any, skipped: int) -> Iterator[int]:

@@ -44,6 +44,15 @@ class StoredArray:
     tensor: StoredTensor
 
 
+@dataclass(frozen=True)
+class StoredSparse:
+    """A sparse tensor that waits in a checkpoint, where it is two dense ones."""
+
+    indices: StoredTensor
+    values: StoredTensor
+    size: list[int]
+
+
 def is_part(tensor: object) -> TypeGuard[DTensor]:
     """Whether it is a tensor of which this rank holds a part; there is none before their module was loaded."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -94,6 +103,9 @@ def loaded(state: Any) -> Any:
             return known[id(item)]
         if isinstance(item, StoredArray):
             return load(item.tensor).numpy()
+        if isinstance(item, StoredSparse):
+            made = torch.sparse_coo_tensor(load(item.indices), load(item.values), item.size, check_invariants=True)
+            return made.coalesce()
         if isinstance(item, dict):
             return {name: load(part) for name, part in item.items()}
         if isinstance(item, (list, tuple)):

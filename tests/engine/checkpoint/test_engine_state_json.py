@@ -68,3 +68,19 @@ def test_what_no_checkpoint_can_hold_is_named(value: Any) -> None:
 def test_a_manifest_cannot_pass_anything_off_as_an_array(content: Any) -> None:
     with pytest.raises(CheckpointError, match="ndarray"):
         decode({"$ndarray": content}, lambda name: None)
+
+
+@pytest.mark.parametrize("entries", [0, 3])
+def test_sparse_tensors_come_back(entries: int) -> None:
+    places = torch.tensor([[0, 4, 0][:entries], [1, 2, 1][:entries]])
+    tensor = torch.sparse_coo_tensor(places, torch.arange(1.0, entries + 1), (5, 3), check_invariants=True)
+    found = _there_and_back({"a": [tensor]})["a"][0]
+    assert found.layout is torch.sparse_coo
+    assert found.shape == tensor.shape
+    assert torch.equal(found.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.parametrize("content", [5, {}, {"indices": 1, "values": 2, "size": [1]}])
+def test_a_manifest_cannot_pass_anything_off_as_a_sparse_tensor(content: Any) -> None:
+    with pytest.raises(CheckpointError, match="sparse"):
+        decode({"$sparse": content}, lambda name: None)

@@ -17,6 +17,7 @@ import torch
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 UNKNOWN = "a batch ({kind}) does not tell how many samples it holds: {effect}; return (loss, count) to weigh it"
 MAX_DEPTH = 4  # objects may hold each other in a circle
+_MOST_PARTS = 1000
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _NAMELESS = (*_PLAIN, torch.Tensor, list, type)
 
@@ -57,6 +58,21 @@ def fields_of(batch: Any) -> Mapping[str, Any]:
     return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
 
 
+def common_length(batch: Any) -> int | None:
+    """The length of all tensors in a batch, however deep they lie; None if they differ, or there is only one."""
+    lengths: list[int] = []
+    inside, seen = [(batch, 0)], 0
+    while inside and seen < _MOST_PARTS:
+        part, depth = inside.pop()
+        seen += 1
+        if isinstance(part, torch.Tensor):
+            lengths += [part.size(0)] if part.dim() else []
+        elif depth < MAX_DEPTH + 2 and not isinstance(part, _PLAIN):
+            parts = part if isinstance(part, (tuple, list)) else fields_of(part).values()
+            inside += [(item, depth + 1) for item in parts]
+    return lengths[0] if len(lengths) > 1 and len(set(lengths)) == 1 else None
+
+
 def _slots(kind: type) -> Sequence[str]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
@@ -78,7 +94,8 @@ def _samples(batch: Any, depth: int) -> int | None:
         shape = getattr(batch, "shape", None)  # such as an array of numpy's
         return int(shape[0]) if shape else None
     if isinstance(batch, list) and batch and all(isinstance(item, (tuple, *_PLAIN)) for item in batch):
-        return len(batch)  # samples that nobody has collated
+        # Samples that nobody has collated; a single one could as well be a collated batch.
+        return len(batch) if len(batch) > 1 or not isinstance(batch[0], tuple) else None
     known = [(item, count) for item in batch if (count := _counts(item, depth))]
     if not known or (isinstance(batch, list) and _may_be_samples(batch)):
         return None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from frameworm.errors import CheckpointError
-from frameworm.parallel.shards import StoredArray, StoredTensor
+from frameworm.parallel.shards import StoredArray, StoredSparse, StoredTensor
 
 Path = tuple[str, ...]
 _NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -31,6 +31,10 @@ def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = (
     Raises:
         CheckpointError: Something is neither plain data nor a tensor.
     """
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+        whole = value.detach().coalesce()
+        dense = {"indices": whole.indices(), "values": whole.values(), "size": list(whole.shape)}
+        return {"$sparse": encode(dense, keep, path)}
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(path, value)}
     if type(value) is np.ndarray:
@@ -88,7 +92,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     ((kind, content),) = value.items()
     try:
         return _decode_special(kind, content, tensor)
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, KeyError):
         raise CheckpointError(f"its manifest holds a {kind} that is none") from None
 
 
@@ -99,6 +103,11 @@ def _decode_special(kind: str, content: Any, tensor: Callable[[str], Any]) -> An
         stored = decode(content, tensor)
         if isinstance(stored, StoredTensor) and stored.dtype not in _NOT_NUMPYS:
             return StoredArray(stored)
+    if kind == "$sparse":
+        stored = decode(content, tensor)
+        tensors = (stored.pop("indices"), stored.pop("values"))
+        if all(isinstance(item, StoredTensor) for item in tensors):
+            return StoredSparse(*tensors, **stored)
     if kind == "$tuple":
         return tuple(decode(part, tensor) for part in content)
     if kind == "$set":

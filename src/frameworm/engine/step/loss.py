@@ -35,7 +35,8 @@ With integer targets and class scores as output, cross-entropy is used without a
 RETURNS = (
     "return one number as a tensor (the mean over the batch): alone, as `loss` in a mapping or object, or first in a "
     "tuple. A number after it is its count, what the loss is the mean over: a whole number, and as a float above 1 at "
-    'first. All else after the loss is ignored, such as (loss, outputs) or (loss, {"accuracy": value})'
+    'first. All else after the loss is ignored, such as (loss, outputs) or (loss, {"accuracy": value}). A weight '
+    'that is no whole number needs a name: {"loss": loss, "count": 7.5}'
 )
 
 
@@ -69,7 +70,8 @@ class LossFunction:
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
-        self._takes_model = loss_fn is not None and _first_parameter(loss_fn) == "model"
+        called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        self._takes_model = called is not None and _first_parameter(called) == "model"
         self._forward_names = _parameter_names(model.forward)
         self._required, self._most = _positional_parameters(model.forward)
         self._takes_any_keyword = _takes_any_keyword(model.forward)
@@ -97,7 +99,39 @@ class LossFunction:
         """Loss of a batch; `model` is the module to call, which may be wrapped."""
         if self._way is None:
             self._way = self._find_way(batch)
+            if self._loss_fn is None and self._most == 1 and not isinstance(batch, torch.Tensor):
+                return self._by_part_or_whole(model, batch, self._way)
         return self._way(model, batch)
+
+    def _by_part_or_whole(
+        self, model: nn.Module, batch: Any, by_part: Callable[[nn.Module, Any], Computed]
+    ) -> Computed:
+        """The first batch of a model with one parameter, which may be the input or the whole batch with its target."""
+        random = torch.get_rng_state()
+        try:
+            return by_part(model, batch)
+        except LossError:
+            raise
+        except Exception:
+            torch.set_rng_state(random)
+            computed = None
+            try:
+                computed = self._by_whole(model, batch)
+            except LossError:
+                raise
+            except Exception:
+                log.debug("the model takes neither the input nor the whole batch", exc_info=True)
+            if computed is None:
+                raise
+        self._way = self._by_whole
+        return computed
+
+    def _by_whole(self, model: nn.Module, batch: Any) -> Computed:
+        output = model(batch)
+        loss = _own_loss(output, anywhere=True)
+        if loss is None:
+            raise LossError(f"the model returned {_describe(output)} for {_describe(batch)}.\n{THREE_WAYS}")
+        return Computed(loss, None, None if isinstance(output, torch.Tensor) else output, self._split(batch)[1])
 
     def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
         """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""
@@ -278,6 +312,9 @@ class LossFunction:
                 count = self._count(result[1], source)
         else:
             loss = _own_loss(result)
+            count = result.get("count") if isinstance(result, Mapping) else getattr(result, "count", None)
+            if callable(count) or (count is not None and not _is_number(count)):
+                count = None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise LossError(f"{source} returned {_describe(result)}; {RETURNS}")
         return loss.reshape(()), count
