@@ -28,6 +28,7 @@ class Analysis:
     other_workers: int | None
     wall_s: float
     steps_per_epoch: int | None = None
+    sync_every: int = 1  # steps from one communication to the next
 
 
 def describe(analysis: Analysis, model: nn.Module, device: torch.device) -> Printed:
@@ -82,10 +83,10 @@ def _per_epoch(analysis: Analysis) -> dict[str, float | None]:
     """Steps, how often gradients are averaged over the ranks, and what a rank sends for it."""
     steps, communication = analysis.steps_per_epoch, analysis.record.communication
     sent = communication.bytes_per_step
-    several = analysis.record.batch.world_size > 1
+    met = None if steps is None else steps // analysis.sync_every
     return {
         "steps": steps,
-        "communications": steps if several else 0,
+        "communications": met if analysis.record.batch.world_size > 1 else 0,
         "sent_gb": None if steps is None or sent is None else _gb(steps * sent),
     }
 

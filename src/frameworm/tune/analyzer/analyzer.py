@@ -29,7 +29,7 @@ from frameworm.records.statistics import StepAggregate
 from frameworm.report.kit.printed import Printed
 from frameworm.report.tune.analysis import render_figures
 from frameworm.tune.analyzer.analysis import Analysis, describe
-from frameworm.tune.analyzer.bench import Bench, Feed, has_hook
+from frameworm.tune.analyzer.bench import Bench, Feed, Replicas, has_hook
 from frameworm.tune.analyzer.experiments import (
     ALL_VARIANTS,
     AS_IS,
@@ -216,6 +216,7 @@ class BottleneckAnalyzer:
             tried,
             perf_counter() - began,
             feed.steps_per_epoch,
+            1 if isinstance(bench.strategy, Replicas) else config.parallel.sync_every,
         )
 
     def _feed(self, bench: Bench, num_workers: int | None) -> Feed:
