@@ -74,6 +74,21 @@ def test_unclear_communication_is_not_called_healthy() -> None:
     assert [item.knob for item in settled.findings[0].remedies] == ["a.b"]
 
 
+def test_waiting_for_a_rank_is_not_a_cost_of_communication() -> None:
+    by_phase = finding("communication_bound", share=0.9, evidence={"share_low": 0.8, "share_high": 1.0, "buckets": 1})
+    tried = {
+        "communication_bound": Gain(Interval(1.3, 1.2, 1.4), "no_sync"),
+        "straggler": Gain(Interval(4.0, 3.0, 5.0), "no_sync on each rank", figures={"slowest_rank": 1}),
+    }
+    settled = settle(Judgement("communication_bound", [by_phase]), tried)
+    assert settled.verdict == "straggler"
+    (less,) = (item for item in settled.findings if item.code == "communication_bound")
+    assert less.share is not None
+    assert 0.2 < less.share < 0.25
+    assert "share_low" not in less.evidence
+    assert less.evidence["buckets"] == 1
+
+
 def test_gains_are_taken_within_a_round() -> None:
     measured = Measured([{"a": 2.0 * n, "b": 1.0 * n} for n in (1, 5, 30)] + [{"a": 9.0}])
     assert measured.gain("a", "b") == Interval(2.0, 2.0, 2.0)

@@ -35,6 +35,7 @@ FIRST_LOOK_STEPS = 2
 HOPELESS = 5.0  # times as slow; twice the batch takes twice the time
 MORE_LOOKS, LONGEST_PAUSE_S = 3, 0.5
 FEWEST_ROUNDS, ROUNDS = 3, 7
+MOST_OF_A_STEP = 0.95  # that waiting for another rank can be
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Measured:
         for item, values in zip(rounds, by_rank):
             others = statistics.median(value for number, value in enumerate(values) if number != slowest)
             item[SLOWEST] = values[slowest]
-            item[WAIT] = min(max(0.0, values[slowest] - others), item[SAME_BATCH] / 2)
+            item[WAIT] = min(max(0.0, values[slowest] - others), MOST_OF_A_STEP * item[SAME_BATCH])
 
 
 def resized(step: StepBatch, factor: float) -> StepBatch | None:

@@ -12,6 +12,7 @@ from frameworm.tune.analyzer.experiments import Interval
 
 # Rules see these on some devices or under some wrappers only; an experiment shows them anywhere.
 SEEN_BY_EXPERIMENT = ("small_batch", "precision_unused", "communication_bound", "straggler")
+RULE_SHARE = ("share_low", "share_high")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ def severity_of_gain(gain: Interval) -> str:
 
 def _settled(finding: Finding, gain: Gain) -> Finding:
     cost = gain.cost or gain.speedup
-    severity = finding.severity
+    severity, share, evidence = finding.severity, finding.share, finding.evidence
+    measured_share = max(0.0, 1 - 1 / cost.value)
+    if finding.code == "communication_bound" and share is not None and measured_share < share:
+        # The phase holds the wait for a slower rank too, which no setting of the network takes away.
+        share, evidence = measured_share, {name: evidence[name] for name in evidence if name not in RULE_SHARE}
     if cost.high < GAINS["info"]:
         severity = "info"
     elif finding.code in SEEN_BY_EXPERIMENT:
@@ -85,8 +90,8 @@ def _settled(finding: Finding, gain: Gain) -> Finding:
     return Finding(
         finding.code,
         severity,
-        finding.share,
-        {**finding.evidence, **_evidence(gain)},
+        share,
+        {**evidence, **_evidence(gain)},
         remedies if worth else [],
         _expected(gain.speedup) if worth else None,
     )
