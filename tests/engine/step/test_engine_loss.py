@@ -158,6 +158,22 @@ def test_a_model_of_any_keyword_gets_the_labels() -> None:
     assert torch.equal(computed.loss, F.cross_entropy(model.inner.layer(X), Y))
 
 
+def test_a_model_of_any_keyword_that_takes_no_labels_goes_without() -> None:
+    class Wrapper(Named):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Named()
+
+        def forward(self, *inputs: torch.Tensor, **more: torch.Tensor) -> Any:  # type: ignore[override]
+            return self.inner(*inputs, **more)
+
+    model = Wrapper()
+    loss = LossFunction(model)
+    for _ in range(2):
+        computed = loss(model, {"input_ids": X, "labels": Y})
+        assert torch.equal(computed.loss, F.cross_entropy(model.inner.layer(X), Y))
+
+
 class Pair(Named):
     def forward(self, pair: Any) -> torch.Tensor:  # type: ignore[override]
         left, right = pair

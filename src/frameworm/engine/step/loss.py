@@ -238,7 +238,14 @@ class LossFunction:
     def _by_output(self, model: nn.Module, batch: Any) -> Computed:
         inputs, target = self._split(batch)
         name = self._target_name
-        output = self._call(model, inputs) if name is None else self._call(model, inputs, {name: target})
+        try:
+            output = self._call(model, inputs) if name is None else self._call(model, inputs, {name: target})
+        except TypeError as error:
+            # Of a forward(**anything) only a call tells whether it takes the target.
+            if name in self._forward_names or f"unexpected keyword argument '{name}'" not in str(error):
+                raise
+            name = self._target_name = None
+            output = self._call(model, inputs)
         # A tensor of several dimensions is neither a loss nor something that holds one.
         scores = output
         if not isinstance(output, torch.Tensor) or output.dim() < 2:
