@@ -224,12 +224,12 @@ def test_evaluate_refuses_what_is_no_run(here: CommandLine) -> None:
 def test_runs_lists_them(run: Run, here: CommandLine) -> None:
     (row,) = json.loads(here("runs", run.folder.parent, "--json").stdout)
     assert row["run"] == str(run.folder)
-    assert (row["status"], row["steps"]) == ("completed", 4)
+    assert (row["status"], row["workload"], row["steps"]) == ("completed", "text_classifier", 4)
     assert row["train_loss"] == run.summary["quality"]["train_loss"]
     listed = here("runs", run.folder.parent)
     assert listed.code == 0
     header, line = listed.stdout.splitlines()
-    assert header.split() == ["run", "status", "steps", "train", "loss", "accuracy", "samples/s"]
+    assert header.split() == ["run", "status", "workload", "steps", "train", "loss", "accuracy", "samples/s"]
     assert line.startswith(f"{run.folder}  completed"), "a cut path cannot be copied"
 
 

@@ -333,3 +333,9 @@ def test_a_report_keeps_python_runs_of_different_models_apart(cli: Cli, python_r
     groups = [row["runs"] for found in report["datasets"] for curve in found["configurations"] for row in curve["rows"]]
     names = [found["dataset"] for found in report["datasets"]]
     assert ("generated" in names, sorted(groups)) == (False, [["deep"], ["narrow"]])
+
+
+@pytest.mark.slow
+def test_the_list_of_runs_names_script_and_model(cli: Cli, python_runs: Path) -> None:
+    rows = json.loads(completed(cli, "runs", python_runs, "--json").stdout)
+    assert {row["workload"] for row in rows} == {"python own_training.py Narrow", "python own_training.py Deep"}

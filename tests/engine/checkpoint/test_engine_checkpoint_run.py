@@ -112,7 +112,7 @@ def test_saves_by_the_clock() -> None:
 
 
 def _timed(rank: int, world_size: int, folder: str) -> list[int]:
-    _train(Path(folder), epochs=8, every_steps=None, every_minutes=0.0002, keep=50)
+    _train(Path(folder), epochs=8, every_steps=None, every_minutes=0.0002, keep=50, when_busy="wait")
     return _steps(Path(folder))
 
 
@@ -175,7 +175,7 @@ def test_ranks_put_off_the_same_saves(run_ranks: Callable[..., Any], tmp_path: P
     assert ranks[1][0] == taken, "storage is slow on one rank only"
     assert _steps(tmp_path / "run") == taken
     assert taken[-1] == 16, "the last state is never left out"
-    assert 3 <= len(taken) < 8
+    assert 2 <= len(taken) < 8
     assert statistics.largest_gap_steps == max(after - before for before, after in zip([0, *taken], taken)) > 2
     assert statistics.largest_gap_s > 0.05
     for stored in list_checkpoints(tmp_path / "run" / "checkpoints"):
