@@ -198,10 +198,11 @@ def test_enabling_comes_before_training() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named() -> None:
+    model = mlp()
     with pytest.raises(DeviceError, match="torch sees none"):
-        Trainer(mlp(), _sgd(mlp()), run_dir=None).enable_data_parallel(device_ids=[0, 1])
+        Trainer(model, _sgd(model), run_dir=None).enable_data_parallel(device_ids=[0, 1])
     with pytest.raises(DeviceError):
-        Trainer(mlp(), _sgd(mlp()), run_dir=None, device="cuda").train(DataLoader(classification(8), 4))
+        Trainer(model, _sgd(model), run_dir=None, device="cuda").train(DataLoader(classification(8), 4))
 
 
 def test_distributed_trainer_works_alone() -> None:

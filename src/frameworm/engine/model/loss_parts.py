@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from frameworm.errors import ModelError
 from frameworm.parallel.beside import Beside
+from frameworm.parallel.strategy import check_trainable
 
 _DEEPEST = 6
 _MOST_NAMED = 3
@@ -41,6 +42,7 @@ def find_beside(
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = {id(item) for item in (*model.parameters(), *found.parameters.values())}
     if not any(id(item) in known for item in held):
+        check_trainable(model, found.parameters.values())  # the better reason, if there is one
         raise ModelError(
             "the optimizer holds no parameter of this model (or of loss_fn), so nothing would be trained; build it "
             "from this model: AdamW(model.parameters())"
