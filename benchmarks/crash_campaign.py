@@ -112,6 +112,7 @@ def train(folder: Path, mode: str, resume: bool) -> torch.Tensor:
         every_steps=EVERY,
         keep=KEEP,
         mode=mode,
+        when_busy="wait",  # so that a kill costs one interval at most, however slow the disk
         clip_norm=0.5,
         device="cpu",
         system_interval_s=None,

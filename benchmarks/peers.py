@@ -401,9 +401,9 @@ class GatedSource:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, *which: Any) -> Iterator[Any]:
         """The steps of an epoch."""
-        return self._gate.batches(self._source.epoch(epoch, start))
+        return self._gate.batches(self._source.epoch(*which))
 
 
 TRAINERS = {"bare": bare, "accelerate": accelerate, "lightning": lightning, "frameworm": frameworm, "own": own}

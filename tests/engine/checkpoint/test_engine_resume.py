@@ -154,7 +154,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
         trainer.train(_loader("ours", 8), DataLoader(classification(9, seed=8), 4), EPOCHS)
     summary = json.loads((tmp_path / "parts/summary.json").read_text())
     assert summary["status"] == "failed"
-    assert "planted" in summary["notes"][0]
+    assert any("planted" in note for note in summary["notes"])
     found, _ = _train(tmp_path / "parts", resume=True)
     assert torch.equal(expected, found)
 

@@ -24,6 +24,8 @@ from frameworm.errors import LossError
 
 log = logging.getLogger("frameworm")
 _NOTHING_MORE: Mapping[str, Any] = {}
+# What Python raises where something is used as what it is not.
+WRONG_KIND = (TypeError, AttributeError, LookupError)
 _PAIRS = (tuple, list)  # what loaders mostly yield, told apart without asking an abstract class
 
 THREE_WAYS = """frameworm needs a loss. Three ways to give it one:
@@ -110,16 +112,16 @@ class LossFunction:
         random = torch.get_rng_state()
         try:
             return by_part(model, batch)
-        except LossError:
-            raise
-        except Exception:
+        except WRONG_KIND as error:
+            if isinstance(error, LossError):
+                raise
             torch.set_rng_state(random)
             computed = None
             try:
                 computed = self._by_whole(model, batch)
             except LossError:
                 raise
-            except Exception:
+            except WRONG_KIND:
                 log.debug("the model takes neither the input nor the whole batch", exc_info=True)
             if computed is None:
                 raise
@@ -220,7 +222,7 @@ class LossFunction:
             return self._loss_fn(logits, target)
         try:
             result = self._loss_fn(output, target)
-        except Exception:  # torch's losses have no error of their own for something that is no tensor
+        except WRONG_KIND:
             result = self._loss_fn(logits, target)
             self._takes_logits = True
         else:
