@@ -150,7 +150,11 @@ class LossFunction:
         """Loss of the first validation batch, and how answers are counted from there on."""
         target = self._split(batch)[1]
         watch = None
-        if isinstance(target, torch.Tensor) and target.ndim == 1 and not target.is_floating_point():
+        by_class = isinstance(target, torch.Tensor) and target.ndim == 1 and not target.is_floating_point()
+        if by_class and self._accuracy == "auto" and self._class_dimension is not None:
+            # Our own cross-entropy, as training has settled; to watch a loss loads torch's compiler.
+            return self(model, batch), (self._class_dimension, IGNORED_TARGET)
+        if by_class:
             watch = ClassLosses(target)
             with watch:
                 computed = self(model, batch)
