@@ -31,7 +31,7 @@ FLOORS = {
     "tune": 8,
     "cli": 9,
 }
-FRONT_DOORS = {"__init__", "__main__", "distributed", "pytest_plugin"}
+FRONT_DOORS = {"__init__", "__main__", "api", "distributed", "pytest_plugin"}
 WITHOUT_TORCH = {"errors", "config", "records", "diagnose", "scaling", "guard", "report"}
 READS_ENVIRONMENT = {"launch/environment.py", "config/load.py"}
 MOST_LINES = 500

@@ -194,8 +194,8 @@ def diagnose(
     from frameworm.records.store import RunFolder
 
     folder = RunFolder.open(run)
-    record = _stored_record(folder)
-    _judge(record, folder)
+    record = stored_record(folder)
+    judge_stored(record, folder)
     if as_json:
         data = record.to_dict()
         kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes")
@@ -211,7 +211,7 @@ def diagnose(
         raise typer.Exit(INCONCLUSIVE)
 
 
-def _stored_record(folder: RunFolder) -> RunRecord:
+def stored_record(folder: RunFolder) -> RunRecord:
     """The summary of a run, or what can be said from the steps of one that was cut short."""
     from frameworm.attach.record import Surroundings, record_of
 
@@ -227,7 +227,8 @@ def _stored_record(folder: RunFolder) -> RunRecord:
     return record
 
 
-def _judge(record: RunRecord, folder: RunFolder) -> None:
+def judge_stored(record: RunRecord, folder: RunFolder) -> None:
+    """Fill in verdict and findings by the rules of today."""
     from frameworm.attach.record import all_steps, stored_trace
     from frameworm.config.load import load_config_from_text, show_path
     from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown

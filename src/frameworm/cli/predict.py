@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -13,6 +14,7 @@ from frameworm.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
     from frameworm.scaling.fabrics import Network
+    from frameworm.scaling.predict import Prediction
     from frameworm.scaling.profile import Source
     from frameworm.scaling.simulate import Setting
 
@@ -67,19 +69,29 @@ def predict(
 
     By hand: frameworm predict --compute-ms 135 --gradient-mb 28 --fabric 10gbe --world-sizes 1,4
     """
-    sizes = _sizes(world_sizes)
-    source = _source(run, case, compute_ms, gradient_mb)
-    between = _network(source, network, bandwidth_gbps, latency_us, fabric, links_per_node)
-    if gpus_per_node > 1:
-        from frameworm.scaling.fabrics import LinkNetwork, NodesNetwork, find_fabric
-
-        between = NodesNetwork(LinkNetwork(find_fabric(inside)), between, gpus_per_node)
-    setting = _setting(run, source, strategy, compression, settings, measure_codecs)
-    from frameworm.report.scaling.prediction_text import render_prediction
-    from frameworm.scaling.predict import Predictor
-
     scaling = scaling or ("weak" if weak else "strong")
-    prediction = Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(sizes)
+    prediction = make_prediction(
+        _sizes(world_sizes),
+        run,
+        network=network,
+        bandwidth_gbps=bandwidth_gbps,
+        latency_us=latency_us,
+        fabric=fabric,
+        gpus_per_node=gpus_per_node,
+        inside=inside,
+        links_per_node=links_per_node,
+        scaling=scaling,
+        strategy=strategy,
+        compression=compression,
+        price_per_gpu_hour=price_per_gpu_hour,
+        settings=settings,
+        case=case,
+        compute_ms=compute_ms,
+        gradient_mb=gradient_mb,
+        measure_codecs=measure_codecs,
+    )
+    from frameworm.report.scaling.prediction_text import render_prediction
+
     text = render_prediction(prediction)
     if out is not None:
         from frameworm.records.atomic import write_atomic
@@ -95,6 +107,44 @@ def predict(
             raise EnvironmentSetupError(f"cannot write to {out}: {error.strerror or error}; change --out") from error
         text += f"written to {out}\n"
     say(json.dumps(prediction.to_dict()) if as_json else text, end="\n" if as_json else "")
+
+
+def make_prediction(
+    sizes: Sequence[int],
+    run: Path | None = None,
+    *,
+    network: Path | None = None,
+    bandwidth_gbps: float | None = None,
+    latency_us: float | None = None,
+    fabric: str | None = None,
+    gpus_per_node: int = 1,
+    inside: str = "nvlink4",
+    links_per_node: int = 1,
+    scaling: str = "strong",
+    strategy: str = "ddp",
+    compression: str = "off",
+    price_per_gpu_hour: float | None = None,
+    settings: Sequence[str] = (),
+    case: Path | None = None,
+    compute_ms: float | None = None,
+    gradient_mb: float | None = None,
+    measure_codecs: bool = True,
+) -> Prediction:
+    """Predict by the options of the verb, which have the same names.
+
+    Raises:
+        ConfigError: Options that contradict each other, or are missing.
+    """
+    source = _source(run, case, compute_ms, gradient_mb)
+    between = _network(source, network, bandwidth_gbps, latency_us, fabric, links_per_node)
+    if gpus_per_node > 1:
+        from frameworm.scaling.fabrics import LinkNetwork, NodesNetwork, find_fabric
+
+        between = NodesNetwork(LinkNetwork(find_fabric(inside)), between, gpus_per_node)
+    setting = _setting(run, source, strategy, compression, list(settings), measure_codecs)
+    from frameworm.scaling.predict import Predictor
+
+    return Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(list(sizes))
 
 
 def _sizes(text: str) -> list[int]:
