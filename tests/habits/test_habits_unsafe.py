@@ -523,7 +523,7 @@ def test_no_name_becomes_a_formula_in_a_table_of_the_report(
     shutil.rmtree(runs / "before")
     config = runs / "after" / "config.yaml"
     named = config.read_text().replace("name: run", f"name: '{sign}cmd()'")
-    config.write_text(named.replace("workload: text_classifier", "workload: 'own:build'"))
+    config.write_text(named.replace("workload: python", "workload: 'own:build'"))
     (runs / "after").rename(runs / f"{sign}after")
     (row,) = _report_cells(command, runs, monkeypatch)
     assert "cmd" in row["dataset"]

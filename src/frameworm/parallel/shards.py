@@ -51,6 +51,7 @@ class StoredSparse:
     indices: StoredTensor
     values: StoredTensor
     size: list[int]
+    coalesced: bool
 
 
 def is_part(tensor: object) -> TypeGuard[DTensor]:
@@ -104,8 +105,13 @@ def loaded(state: Any) -> Any:
         if isinstance(item, StoredArray):
             return load(item.tensor).numpy()
         if isinstance(item, StoredSparse):
-            made = torch.sparse_coo_tensor(load(item.indices), load(item.values), item.size, check_invariants=True)
-            return made.coalesce()
+            return torch.sparse_coo_tensor(
+                load(item.indices),
+                load(item.values),
+                item.size,
+                is_coalesced=item.coalesced,
+                check_invariants=True,
+            )
         if isinstance(item, dict):
             return {name: load(part) for name, part in item.items()}
         if isinstance(item, (list, tuple)):

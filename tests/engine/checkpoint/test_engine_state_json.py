@@ -76,6 +76,8 @@ def test_sparse_tensors_come_back(entries: int) -> None:
     tensor = torch.sparse_coo_tensor(places, torch.arange(1.0, entries + 1), (5, 3), check_invariants=True)
     found = _there_and_back({"a": [tensor]})["a"][0]
     assert found.layout is torch.sparse_coo
+    assert found.is_coalesced() == tensor.is_coalesced()
+    assert torch.equal(found._values(), tensor._values())
     assert found.shape == tensor.shape
     assert torch.equal(found.to_dense(), tensor.to_dense())
 

@@ -32,9 +32,11 @@ def encode(value: Any, keep: Callable[[Path, torch.Tensor], str], path: Path = (
         CheckpointError: Something is neither plain data nor a tensor.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-        whole = value.detach().coalesce()
-        dense = {"indices": whole.indices(), "values": whole.values(), "size": list(whole.shape)}
-        return {"$sparse": encode(dense, keep, path)}
+        # As it is: entries that stand for one place are not added up, so that later sums round as they would have.
+        held = value.detach()
+        dense = {"indices": held._indices(), "values": held._values()}
+        shape = {"size": list(held.shape), "coalesced": held.is_coalesced()}
+        return {"$sparse": encode({**dense, **shape}, keep, path)}
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(path, value)}
     if type(value) is np.ndarray:
