@@ -18,6 +18,8 @@ from contract_entries import COMMANDS, covers
 from safetensors import safe_open
 
 from conftest import kill_tree
+from frameworm.engine.run import _for_inference as load_run_for_inference
+from frameworm.records.store import RunFolder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -228,6 +230,13 @@ def test_a_checkpoint_is_scored_and_exported(work: Workplace) -> None:
     assert work("export", "first", "--out", "weights.safetensors", "--json").json()
     with safe_open(str(work.folder / "weights.safetensors"), "pt") as file:
         assert list(file.keys())
+
+
+def test_a_run_with_compressed_gradients_is_scored() -> None:
+    stored = ROOT / "tests" / "golden" / "stored" / "runs" / "compressed"
+    assert stored.exists()
+    config = load_run_for_inference(RunFolder.open(stored))
+    assert (config.parallel.strategy, config.parallel.compression) == ("single", "off")
 
 
 @covers("profile")

@@ -142,7 +142,13 @@ def check_trusted(config: Config, folder: RunFolder, overrides: Sequence[str]) -
 
 def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
     """A run's config without what makes training fast: it is not needed to score, and may not be there."""
-    plain = ("parallel.strategy=single", "gpu.capture=off", "gpu.compile_model=false", "data.batching=padded")
+    alone = ("strategy=single", "compression=off", "sync_every=1", "offload_optimizer=false")
+    plain = (
+        *(f"parallel.{setting}" for setting in alone),
+        "gpu.capture=off",
+        "gpu.compile_model=false",
+        "data.batching=padded",
+    )
     config = load_config_from_text(folder.read_config(), show_path(folder.config), [*plain, *overrides])
     check_buildable(config, show_path(folder.config))
     check_trusted(config, folder, overrides)

@@ -22,6 +22,7 @@ from workbench import classification, mlp, parameters
 from frameworm import Callback, Trainer
 from frameworm.cli.main import app
 from frameworm.config.schema import CheckpointConfig, Config
+from frameworm.engine.checkpoint import store as store_module
 from frameworm.engine.checkpoint.load import list_checkpoints
 from frameworm.engine.checkpoint.progress import among_best
 from frameworm.engine.checkpoint.store import CheckpointStore
@@ -29,7 +30,7 @@ from frameworm.engine.checkpoint.timed_saves import SaveTurns, TimedSaves
 from frameworm.engine.checkpoint.writer_client import Writer
 from frameworm.engine.export import export_weights
 from frameworm.engine.settings import apply_settings
-from frameworm.errors import CheckpointError, RunFolderError, TrainingPreemptedError
+from frameworm.errors import CheckpointError, MissingPackageError, RunFolderError, TrainingPreemptedError
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.models.workloads import load_weights
 from frameworm.records.schema import EpochRecord
@@ -308,3 +309,19 @@ def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         export_compiled(tmp_path / "run", tmp_path / "m.pt2", Workload(mlp(), None), batch, device="cpu")
     with pytest.raises(RunFolderError, match=r"--out .*m\.pt2"):
         export_compiled(tmp_path / "run", tmp_path / "m", Workload(mlp(), None), batch, device="cpu")
+
+
+def test_compressed_checkpoints_without_the_package_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise MissingPackageError("checkpoint.compression needs zstd, which is not installed")
+
+    monkeypatch.setattr(store_module, "zstd_functions", missing)
+    model = mlp()
+    before = parameters(model)
+    config = Config(checkpoint=CheckpointConfig(compression="zstd"))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters()), config=config, run_dir=tmp_path / "run", device="cpu")
+    with pytest.raises(MissingPackageError, match="zstd"):
+        trainer.train(DataLoader(classification(16), 4))
+    assert torch.equal(parameters(model), before)

@@ -28,6 +28,7 @@ from frameworm.engine.checkpoint.snapshot import SharePlan, Snapshot
 from frameworm.engine.checkpoint.staging import Staging
 from frameworm.engine.checkpoint.writer_client import Writer
 from frameworm.engine.checkpoint.writer_process import in_words
+from frameworm.engine.checkpoint.zstd import zstd_functions
 from frameworm.errors import CheckpointError
 from frameworm.launch.reports import RankReports
 from frameworm.records.schema import CheckpointStatistics
@@ -400,7 +401,13 @@ def file_system_of(path: Path, mounts: str | None = None) -> str | None:
 
 
 def make_store(folder: Path, settings: CheckpointConfig, reports: RankReports, device: torch.device) -> CheckpointStore:
-    """The store that a config asks for."""
+    """The store that a config asks for.
+
+    Raises:
+        MissingPackageError: Checkpoints are to be compressed, and there is no zstd.
+    """
+    if settings.compression == "zstd":
+        zstd_functions()
     store = CheckpointStore(
         folder,
         retention=Retention(settings.keep, settings.keep_best, settings.metric),

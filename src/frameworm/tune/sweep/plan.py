@@ -58,8 +58,11 @@ class SweepPlan:
         except BatchError as error:
             raise ConfigError(f"training.global_batch: {error}") from None
         found = []
-        if world_size == 1 and self.config.parallel.strategy == "ddp":
+        parallel = self.config.parallel
+        if world_size == 1 and parallel.strategy == "ddp":
             found.append("parallel.strategy=single")
+        if world_size == 1 and parallel.compression != "off":  # alone there is nothing to send
+            found.append("parallel.compression=off")
         if self.mode == "weak":
             total = first.global_batch // least * world_size
             found.append(f"training.global_batch={total}")
