@@ -20,7 +20,7 @@ from torch import nn
 
 from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.engine.step.accuracy import IGNORED_TARGET, ClassLosses, class_dimensions, right_answers
-from frameworm.errors import LossError
+from frameworm.errors import FramewormError, LossError
 
 log = logging.getLogger("frameworm")
 _NOTHING_MORE: Mapping[str, Any] = {}
@@ -112,8 +112,8 @@ class LossFunction:
         random = torch.get_rng_state()
         try:
             return by_part(model, batch)
-        except WRONG_KIND as error:
-            if isinstance(error, LossError):
+        except (*WRONG_KIND, RuntimeError, ValueError) as error:
+            if isinstance(error, FramewormError) or "memory" in str(error):
                 raise
             torch.set_rng_state(random)
             computed = None
@@ -121,7 +121,7 @@ class LossFunction:
                 computed = self._by_whole(model, batch)
             except LossError:
                 raise
-            except WRONG_KIND:
+            except (*WRONG_KIND, RuntimeError, ValueError):
                 log.debug("the model takes neither the input nor the whole batch", exc_info=True)
             if computed is None:
                 raise
