@@ -152,6 +152,9 @@ class TrainingLoop:
         return "completed"
 
     def _start_clock(self) -> None:
+        copies = self._source.copies
+        if copies is not None:
+            copies.copied_s = 0.0
         self._clock.start()
         self._clock.mark(OTHER)  # as in every step, what comes before the wait for data
 
@@ -165,8 +168,6 @@ class TrainingLoop:
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
         update = self._step.update
         length, copies = self._source.steps_in_epoch, self._source.copies
-        if copies is not None:
-            copies.copied_s = 0.0
         fresh = True
         while not self._out_of_steps():
             number = progress.step + 1
