@@ -95,3 +95,12 @@ def test_no_callbacks_may_be_written_as_none() -> None:
 def test_several_loaders_are_refused(loaders: Any) -> None:
     with pytest.raises(DataError, match="val_loader must be"):
         check_loader(loaders, "val_loader")
+
+
+def test_parameters_in_fp16_are_refused_unless_they_are_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).half(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"0\.weight is in fp16.*enable_mixed_precision"):
+        Trainer(model, optimizer)
+    model[0].requires_grad_(False)
+    Trainer(model, optimizer)

@@ -28,6 +28,12 @@ def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> Non
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch module, not {_word(model)}: {_ORDER}")
     _check_optimizer(optimizer)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} is in fp16, in which updates underflow and overflow: leave the model in fp32 (model.float()) "
+                "and call trainer.enable_mixed_precision(), or train it in bf16 (model.bfloat16())"
+            )
     if loss_fn is not None and not callable(loss_fn):
         hint = " (give it by name: scheduler=...)" if hasattr(loss_fn, "step") else ""
         raise ConfigError(f"loss_fn must be a function or a module, not {_word(loss_fn)}{hint}: {_ORDER}")
