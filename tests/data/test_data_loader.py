@@ -528,3 +528,15 @@ def test_a_profiler_finds_the_loader_only_while_it_looks() -> None:
     third = next(batches)
     assert next(batches, None) is None
     assert torch.equal(torch.cat([first, second, third]), torch.arange(12))
+
+
+@pytest.mark.parametrize("make", [OptimizedDataLoader.create, OptimizedDataLoader.create_dataloader])
+def test_keywords_of_torchs_loader_are_taken_or_refused_by_name(make: Any) -> None:
+    data = list(range(8))
+    loader = make(data, 4, num_workers=0, prefetch_factor=None, timeout=0, in_order=True, generator=None)
+    assert len(list(loader)) == 2
+    assert make(data, 4, timeout=7).settings.timeout_s == 7
+    refused = {"generator": torch.Generator(), "batch_sampler": [[0, 1]], "in_order": False}
+    for name, value in refused.items():
+        with pytest.raises(ConfigError, match=name):
+            make(data, 4, **{name: value})

@@ -91,7 +91,7 @@ class OptimizedDataLoader:
         batch_size: int,
         num_workers: int | Literal["auto", "measure"] | None = "auto",
         pin_memory: bool | Auto = "auto",
-        prefetch_factor: int = 2,
+        prefetch_factor: int | None = 2,
         persistent_workers: bool | Auto = "auto",
         drop_last: bool = False,
         distributed: bool | Auto = "auto",
@@ -104,6 +104,10 @@ class OptimizedDataLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         timeout_s: float = 0.0,
+        timeout: float | None = None,
+        generator: torch.Generator | None = None,
+        batch_sampler: Any = None,
+        in_order: bool = True,
         fill_empty: bool = True,
         batching: Batching = "padded",
         balance: bool | Auto = "auto",
@@ -120,7 +124,7 @@ class OptimizedDataLoader:
             num_workers: Loader processes. auto: none for data sets with `__getitems__`, else up to 4 as the usable
                 CPUs allow; measure: times a few counts at the first iteration and keeps the fastest (see `measured`).
             pin_memory: Page-locked batches; without a GPU there are none. auto: when there is a GPU.
-            prefetch_factor: Batches each worker prepares ahead.
+            prefetch_factor: Batches each worker prepares ahead; None: 2.
             persistent_workers: Keep workers between epochs. auto: yes.
             drop_last: Leave out the last step of an epoch when it is short.
             distributed: auto: split among the ranks of torch.distributed if it is set up when iteration begins; True:
@@ -134,6 +138,10 @@ class OptimizedDataLoader:
                 worker samples of its own.
             multiprocessing_context: How workers are started; the platform's way unless given.
             timeout_s: Longest to wait for a worker's batch; 0 waits for ever.
+            timeout: torch's name for `timeout_s`.
+            generator: Refused: `seed` decides what is drawn, so that it can be drawn again.
+            batch_sampler: Refused: the batches of a step follow from `batch_size` and the number of ranks.
+            in_order: Must be True: batches in any other order cannot be resumed.
             fill_empty: Let ranks without samples in a step run one that does not count; off for evaluation.
             batching: How texts of unequal length meet: padded, bucketed (like lengths in one step) or packed (end to
                 end; a thread puts them together, so there are no workers and no `collate_fn`).
@@ -148,10 +156,11 @@ class OptimizedDataLoader:
             DataError: The data set is empty or has no length.
             ConfigError: A setting is out of range.
         """
+        _refuse_torchs_own(generator, batch_sampler, in_order)
         settings = LoaderSettings(
             num_workers="auto" if num_workers is None else num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
             persistent_workers=persistent_workers,
             drop_last=drop_last,
             distributed=distributed,
@@ -162,7 +171,7 @@ class OptimizedDataLoader:
             sampler=sampler,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s if timeout is None else timeout,
             fill_empty=fill_empty,
             batching=batching,
             balance=balance,
@@ -394,3 +403,19 @@ class OptimizedDataLoader:
             )
         shared = (self._generator, self._shared_epoch, self._skipped)
         return build_loader(source, self._sampler, self.settings, workers, *shared)
+
+
+def _refuse_torchs_own(generator: Any, batch_sampler: Any, in_order: bool) -> None:
+    """Refuse what a torch DataLoader takes and this one decides itself."""
+    if generator is not None:
+        raise ConfigError(
+            "generator: this loader draws by its seed, so that ranks agree and a run can be resumed; give "
+            "seed=generator.initial_seed() instead"
+        )
+    if batch_sampler is not None:
+        raise ConfigError(
+            "batch_sampler: this loader makes the batches of a step itself, from batch_size and the number of ranks; "
+            "give sampler= for the order, or pass a torch DataLoader(batch_sampler=...) to train()"
+        )
+    if not in_order:
+        raise ConfigError("in_order=False: a run whose batches come in any order cannot be resumed; leave it out")
