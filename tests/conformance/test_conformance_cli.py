@@ -228,6 +228,9 @@ def test_a_checkpoint_is_scored_and_exported(work: Workplace) -> None:
     scored = work("evaluate", "first", "--json").json()
     assert scored["accuracy"] == pytest.approx(summary(work)["quality"]["val_accuracy"], abs=1e-6)
     assert work("export", "first", "--out", "weights.safetensors", "--json").json()
+    refused = work("export", "first", "--out", "weights.pt")
+    assert refused.code == 2
+    assert "weights.safetensors" in refused.stderr
     with safe_open(str(work.folder / "weights.safetensors"), "pt") as file:
         assert list(file.keys())
 

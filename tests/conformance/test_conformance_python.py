@@ -134,6 +134,12 @@ def test_mixed_precision_is_bf16_on_a_cpu() -> None:
     assert made.train(DataLoader(data(), 8)).precision == "bf16"
 
 
+@pytest.mark.parametrize("name", ["use_amp", "enable_mixed_precision"])
+def test_mixed_precision_by_a_keyword_of_other_trainers(name: str) -> None:
+    assert trainer(**{name: True}).config.gpu.mixed_precision == "bf16"
+    assert trainer(**{name: False}).config.gpu.mixed_precision == trainer().config.gpu.mixed_precision
+
+
 @covers("Trainer.enable_gradient_checkpointing")
 def test_gradient_checkpointing_leaves_the_numbers_as_they_are() -> None:
     class Block(nn.Sequential):

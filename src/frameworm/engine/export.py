@@ -25,6 +25,7 @@ from frameworm.records.atomic import replacing
 from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
+PICKLED = (".pt", ".pth", ".pkl", ".bin", ".ckpt")  # what torch.load would be tried on
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,6 +93,11 @@ def export_weights(
         RunFolderError: There is no such run, or the file cannot be written.
     """
     target = _free(out)
+    if target.suffix in PICKLED:
+        raise RunFolderError(
+            f"weights are written as safetensors, and a {target.suffix} file is taken for a pickle: give --out "
+            f"{target.with_suffix('.safetensors')}"
+        )
     folder = RunFolder.open(run)
     stored = choose_checkpoint(folder, which, metric)
     state = stored.read().shared["model"]

@@ -68,6 +68,7 @@ class Trainer:
         self.optimizer = optimizer
         self._loss_fn = loss_fn
         self._scheduler = scheduler
+        mixed = [settings.pop(name, False) for name in ("use_amp", "enable_mixed_precision")]  # names of other trainers
         self._config = apply_settings(api_defaults() if config is None else config, settings)
         self._seed = self._config.seed if config is not None or "seed" in settings else None
         # Without a word about the device, torch's own switches stay as the user has them.
@@ -76,6 +77,8 @@ class Trainer:
         self._callbacks = check_callbacks(callbacks)
         self._run_dir = run_dir
         self._began = False
+        if any(mixed):
+            self.enable_mixed_precision()
 
     @property
     def config(self) -> Config:
