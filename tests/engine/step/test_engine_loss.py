@@ -13,6 +13,7 @@ from torch import nn
 from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import LossError
 
+torch.manual_seed(0)
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
 LINEAR = nn.Linear(4, 3)
