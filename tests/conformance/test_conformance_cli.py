@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ from contract_entries import COMMANDS, covers
 from safetensors import safe_open
 
 from conftest import kill_tree
-from frameworm.engine.run import _for_inference as load_run_for_inference
-from frameworm.records.store import RunFolder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 VERBS = [entry for entry in COMMANDS if not entry.startswith(("-", "exit"))]
-PHASES = ("data_wait", "transfer", "forward", "backward", "communication_exposed", "optimizer", "checkpoint")
 SMALL = """
 name: small
 model: {d_model: 16, n_heads: 2, num_layers: 1, dim_feedforward: 16, max_seq_len: 16, dropout: 0.0}
@@ -99,9 +95,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
         ended = place("train", "--config", "small.yaml", "--out", name)
         assert ended.code == 0, ended.stderr
     return place
-
-
-Run = Callable[[], dict[str, Any]]
 
 
 def summary(work: Workplace, run: str = "first") -> dict[str, Any]:
@@ -233,13 +226,6 @@ def test_a_checkpoint_is_scored_and_exported(work: Workplace) -> None:
     assert "weights.safetensors" in refused.stderr
     with safe_open(str(work.folder / "weights.safetensors"), "pt") as file:
         assert list(file.keys())
-
-
-def test_a_run_with_compressed_gradients_is_scored() -> None:
-    stored = ROOT / "tests" / "golden" / "stored" / "runs" / "compressed"
-    assert stored.exists()
-    config = load_run_for_inference(RunFolder.open(stored))
-    assert (config.parallel.strategy, config.parallel.compression) == ("single", "off")
 
 
 @covers("profile")

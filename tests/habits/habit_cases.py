@@ -74,7 +74,7 @@ class PressCtrlC(Callback):
 
 
 def require(condition: object, text: str) -> None:
-    """Check the setup of a test. The error is no AssertionError, so that an xfail does not hide a broken setup."""
+    """Check the setup of a test. The error is no AssertionError, so that it reads as a broken setup."""
     if not condition:
         raise RuntimeError(text)
 
@@ -101,7 +101,7 @@ def train_recorded(
 
 
 def on_ranks(run_ranks: Callable[..., Any], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a function on two ranks. A rank that fails is no AssertionError, so that an xfail does not hide it."""
+    """Run a function on two ranks. A rank that fails is no AssertionError, so that it reads as a broken setup."""
     try:
         results: list[Any] = run_ranks(function, 2, args, timeout_s=60)
     except AssertionError as error:

@@ -35,11 +35,6 @@ class OverdueError(Exception):
     """Something was still waiting at its deadline."""
 
 
-def known_defect(reason: str, raises: type[Exception] = AssertionError) -> pytest.MarkDecorator:
-    """The test asserts what is correct; today it fails with this exception, for this reason."""
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
-
-
 def samples(count: int = 16) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, 6, generator=generator)

@@ -26,11 +26,6 @@ FROZEN = 1e-12  # a learning rate that leaves the model as it is, to float32 rou
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def wrong_today(reason: str) -> pytest.MarkDecorator:
-    """Mark a test that asserts the correct behaviour and fails today."""
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
-
-
 class Steps(Callback):
     """Keeps the step records of a run."""
 

@@ -1,7 +1,4 @@
-"""What is saved, when, and what a run folder says about the run that left it.
-
-Tests marked xfail describe the correct behaviour and fail today; the reason says what happens instead.
-"""
+"""What is saved, when, and what a run folder says about the run that left it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class SharedFolder:
         return self.folder.path / f".rank{rank}-done"
 
     def _read_note(self) -> str | None:
-        """What rank 0 has written down; None where it has not, or where somebody else could have."""
+        """Return rank 0's note, or None if it is missing or another user could have written it."""
         assert self._note is not None, "rank 0 alone makes the folder"
         try:
             check_private(self._note.parent)

@@ -165,7 +165,7 @@ class Watch:
         return self.enter(phase, samples)
 
     def passes_over(self, loader: Any, iterator: Any) -> None:
-        """A loader begins to be read anew; ends the phase. Workers that stay from the last pass have no start."""
+        """Note that a pass over a loader begins, which ends the phase; persistent workers are not started again."""
         if not self.active:
             return
         try:

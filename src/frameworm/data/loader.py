@@ -263,7 +263,7 @@ class OptimizedDataLoader:
             self._start = step
 
     def skip(self, samples: int, arranged_for: int | None = None) -> None:
-        """Leave out the first samples of the current epoch, over all ranks; its steps are cut anew from there.
+        """Skip the first samples of the current epoch, counted over all ranks, and plan its steps from the rest.
 
         Args:
             samples: How many.

@@ -160,7 +160,7 @@ class StepSampler(Sampler[list[int]]):
         self._start = step
 
     def skip(self, epoch: int, samples: int, arrange: Arrange | None = None) -> None:
-        """Leave out the first samples of an epoch; its steps are cut anew, and counted, from there.
+        """Skip the first samples of an epoch, and plan and count its steps from the rest.
 
         Args:
             epoch: Which; all others stay whole.

@@ -43,7 +43,7 @@ class TrainingMode:
         self._modes: Modes = []
 
     def enter(self) -> None:
-        """Call before every epoch: whoever put the model into evaluation mode may not have taken it back."""
+        """Put the model into training mode; call before every epoch, in case a callback left it in evaluation mode."""
         if not self._model.training:
             if self._modes:
                 restore_modes(self._modes)

@@ -129,11 +129,7 @@ class LossFunction:
         return computed
 
     def _by_whole(self, model: nn.Module, batch: Any) -> Computed:
-        output = model(batch)
-        loss = _own_loss(output, anywhere=True)
-        if loss is None:
-            raise LossError(f"the model returned {_describe(output)} for {_describe(batch)}.\n{THREE_WAYS}")
-        return Computed(loss, None, None if isinstance(output, torch.Tensor) else output, self._split(batch)[1])
+        return self._own(model(batch), batch)
 
     def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
         """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""
@@ -236,6 +232,10 @@ class LossFunction:
     def _by_model(self, model: nn.Module, batch: Any) -> Computed:
         spread = _is_sequence(batch) and (self._most > 1 or len(batch) == 1)
         output = self._call(model, _Inputs(batch) if spread else batch)
+        return self._own(output, batch)
+
+    def _own(self, output: Any, batch: Any) -> Computed:
+        """The loss in a model's output."""
         loss = _own_loss(output, anywhere=True)
         if loss is None:
             raise LossError(f"the model returned {_describe(output)} for {_describe(batch)}.\n{THREE_WAYS}")
