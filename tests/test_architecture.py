@@ -26,6 +26,7 @@ FLOORS = {
     "parallel": 5,
     "observe": 5,
     "models": 6,
+    "numerics": 6,
     "engine": 7,
     "attach": 7,
     "tune": 8,

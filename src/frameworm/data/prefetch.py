@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from itertools import chain
 from time import perf_counter
@@ -30,30 +30,47 @@ def move_batch(batch: Any, device: torch.device | str | int, non_blocking: bool 
         device: Where to.
         non_blocking: Do not wait for copies from the host.
     """
-    if isinstance(batch, torch.Tensor):
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         # From host to device this is safe for pageable memory too, which the driver reads before it returns; asking
         # whether it is pinned would cost more than a small copy. The other way the values could be read too early.
-        return batch.to(device, non_blocking=non_blocking and (batch.is_cpu or batch.is_pinned()))
+        return tensor.to(device, non_blocking=non_blocking and (tensor.is_cpu or tensor.is_pinned()))
+
+    return map_tensors(batch, move, lambda item: _move_object(item, device, non_blocking))
+
+
+def map_tensors(
+    batch: Any, change: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None = None
+) -> Any:
+    """A nested batch with every tensor changed by a function; whatever stays the same is the same object.
+
+    Args:
+        batch: As for `move_batch`.
+        change: What to do with a tensor.
+        move: What to do with objects that have a `.to`; None: as with other objects.
+    """
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
     if isinstance(batch, Mapping):
-        moved = {key: move_batch(value, device, non_blocking) for key, value in batch.items()}
-        if all(moved[key] is value for key, value in batch.items()):
+        changed = {key: map_tensors(value, change, move) for key, value in batch.items()}
+        if all(changed[key] is value for key, value in batch.items()):
             return batch
-        return _like(batch, moved)
-    if callable(getattr(batch, "to", None)):
-        return _move_object(batch, device, non_blocking)
+        return _like(batch, changed)
+    if move is not None and callable(getattr(batch, "to", None)):
+        return move(batch)
     if isinstance(batch, (tuple, list)):
-        items = [move_batch(item, device, non_blocking) for item in batch]
+        items = [map_tensors(item, change, move) for item in batch]
         if all(new is old for new, old in zip(items, batch)):
             return batch
         if hasattr(batch, "_fields"):
             return type(batch)(*items)
         return type(batch)(items)
     attributes = _attributes_of(batch)
-    moved = {name: move_batch(value, device, non_blocking) for name, value in attributes.items()}
-    if all(moved[name] is value for name, value in attributes.items()):
+    changed = {name: map_tensors(value, change, move) for name, value in attributes.items()}
+    if all(changed[name] is value for name, value in attributes.items()):
         return batch
     clone = copy.copy(batch)
-    for name, value in moved.items():
+    for name, value in changed.items():
         object.__setattr__(clone, name, value)  # one that is frozen was made a moment ago
     return clone
 

@@ -13,6 +13,7 @@ from frameworm.engine.builders import begin_record, build_protection, build_step
 from frameworm.engine.checkpoint.load import load_newest
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.timed_saves import make_save_turns, make_timed_saves
+from frameworm.engine.gate import Session
 from frameworm.engine.job import Job
 from frameworm.engine.loop import AfterStep, BeforeStep, Limits, Requests, TrainingLoop
 from frameworm.engine.model.modes import TrainingMode
@@ -128,6 +129,9 @@ class TrainingSession:
                     self._store.begin(self._state.progress.step)
                 events.on_run_start(self.record)
                 recorder = self._model.recorder
+                if self._job.gate is not None:
+                    inside = Session(self._parts.step, self._model.compiler, self._job.precision, self._job.loss_fn)
+                    self._job.gate.begin(inside)
                 with on_stream(None if recorder is None else recorder.stream):
                     self.record.stop_reason = reason = self._loop.run()
                     status = "preempted" if reason == "memory" else reason
@@ -146,6 +150,8 @@ class TrainingSession:
             self._finish("failed", whole=False)
             raise
         finally:
+            if self._job.gate is not None:
+                self._job.gate.end()
             close_loader(self._job.train.loader)
             close_loader(self._job.validation)
             self._job.strategy.close()

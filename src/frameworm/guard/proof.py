@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, NamedTuple
 
-from frameworm.guard.drift import check_losses
+from frameworm.guard.agreement import Agreement, OutputAgreement, judge_agreement
 from frameworm.guard.gain import Speedup, Window, speedup_of
 from frameworm.guard.quality import Quality, judge_quality
 
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 Mathematics = Literal["nothing", "rounding", "more"]
 
+# What a change does to the numbers: orders and kernels of the same arithmetic, other precision, other samples or an
+# approximation. Lock-step comparison decides on the first two, the quality check on the last.
+ChangeClass = Literal["rounding", "precision", "approximation"]
+
 MINIMUM_GAIN = 0.01
-# Norms of updates that rounding may change; optimizers divide by noisy gradients, which is why this is no small number.
-_UPDATE_RATIO = 1.25
-# Other samples in each step move parameters otherwise; how well they learn is for the check of quality to say.
-_OTHER_UPDATE_RATIO = 2.0
-# A parameter that moved by less than this share of what the median one did has no gradient to speak of.
-_HARDLY_MOVED = 0.01
 
 
 class StepEvidence(NamedTuple):
@@ -37,15 +35,15 @@ class StepEvidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """How one side learned from the common weights and seed.
+    """What one side trained on, and how.
 
     Attributes:
         steps: One entry per step.
-        updates: Name of each trainable parameter and the norm of its change over these steps; None: not known.
+        moved: Names of the parameters that these steps changed; None: not known.
     """
 
     steps: Sequence[StepEvidence]
-    updates: Mapping[str, float] | None = None
+    moved: frozenset[str] | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -60,14 +58,12 @@ class Evidence:
     Attributes:
         baseline: The side before the change.
         candidate: The side after it.
-        references: The baseline again, from weights moved by `guard.drift.push_of(unit)`. Two are better than one.
-        unit: Unit of rounding of the coarser precision of both sides, from `guard.drift.ROUNDING_UNITS`.
+        agreement: Both sides compared from the same states; None where the change is an approximation.
     """
 
     baseline: Learning
     candidate: Learning
-    references: Sequence[Learning] = ()
-    unit: float = 2.0**-24
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The verdict on a change, and what it rests on."""
+    """The verdict on a change, and what it rests on.
+
+    Attributes:
+        outputs: How well the sides agree, output by output, the least alike first.
+        change: What the change does to the numbers.
+    """
 
     verdict: Verdict
     reason: str
@@ -89,7 +90,8 @@ class Proof:
     checks: list[Check] = field(default_factory=list)
     losses_before: list[float] = field(default_factory=list)
     losses_after: list[float] = field(default_factory=list)
-    allowed_drift: list[float] = field(default_factory=list)
+    outputs: list[OutputAgreement] = field(default_factory=list)
+    change: ChangeClass | None = None
     quality: Quality | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -100,11 +102,13 @@ class Proof:
     def from_json(cls, values: Mapping[str, Any]) -> Proof:
         """The proof that `to_json` wrote."""
         speedup, quality = values.get("speedup"), values.get("quality")
+        fields = {item.name for item in dataclass_fields(cls)}
         known = {
-            **values,
+            **{key: value for key, value in values.items() if key in fields},
             "speedup": None if speedup is None else Speedup(**speedup),
             "quality": None if quality is None else Quality.from_json(quality),
             "checks": [Check(**item) for item in values.get("checks", [])],
+            "outputs": [OutputAgreement(*item) for item in values.get("outputs", [])],
         }
         return cls(**known)
 
@@ -123,14 +127,14 @@ def prove(
     Args:
         windows: Interleaved windows in the order in which they were measured.
         evidence: How both sides learned; without it nothing is accepted.
-        mathematics: What the change can do to the numbers. With `more` the loss curves are not compared, and `consent`
-            or `quality` is needed.
+        mathematics: What the change can do to the numbers. With `more` the sides cannot be compared step by step, and
+            `consent` or `quality` is needed.
         minimum_gain: The least speedup, less one, that is worth a change.
         consent: The user allows changes of the mathematics (`--allow approximate`).
         quality: The result of a longer check.
     """
     speedup = speedup_of(windows)
-    checks, allowed = _learning_checks(evidence, mathematics, consent, quality)
+    checks, outputs = _learning_checks(evidence, mathematics, consent, quality)
     checks.insert(0, _gain_check(speedup, minimum_gain))
     verdict, reason = _verdict(checks, quality is not None)
     return Proof(
@@ -140,9 +144,18 @@ def prove(
         checks,
         evidence.baseline.losses if evidence else [],
         evidence.candidate.losses if evidence else [],
-        allowed,
+        outputs,
+        _class_of(evidence, mathematics),
         quality,
     )
+
+
+def _class_of(evidence: Evidence | None, mathematics: Mathematics) -> ChangeClass | None:
+    if mathematics == "more":
+        return "approximation"
+    if evidence is None or evidence.agreement is None:
+        return None
+    return "precision" if evidence.agreement.changes_precision else "rounding"
 
 
 def with_quality(proof: Proof, passed: bool | None, detail: str, quality: Quality | None = None) -> Proof:
@@ -165,6 +178,7 @@ def lacks_only_quality(proof: Proof) -> bool:
 
 
 QUALITY = "quality"
+AGREEMENT = "agreement"
 
 
 def _verdict(checks: Sequence[Check], longer: bool) -> tuple[Verdict, str]:
@@ -184,11 +198,11 @@ def _verdict(checks: Sequence[Check], longer: bool) -> tuple[Verdict, str]:
 def _vouched(name: str, checks: Sequence[Check], longer: bool) -> bool:
     """Whether something else vouches for what nobody counted.
 
-    The same weights give the same loss to rounding only for the same samples, so curves that agree vouch for it. Other
-    mathematics have no such curves: there a longer check on as many samples does, and the samples for their tokens.
+    The same weights give the same gradients only for the same samples, so gradients that agree vouch for these. An
+    approximation has no such gradients: there a longer check on as many samples vouches, and samples for their tokens.
     """
     if not any(check.name == QUALITY for check in checks):
-        return name in ("samples", "real tokens", "parameters")
+        return name in ("samples", "real tokens")
     if longer:
         return name in ("samples", "real tokens")
     return name == "real tokens" and all(check.passed for check in checks if check.name == "samples")
@@ -210,20 +224,16 @@ def _gain_check(speedup: Speedup | None, minimum_gain: float) -> Check:
 
 def _learning_checks(
     evidence: Evidence | None, mathematics: Mathematics, consent: bool, quality: Quality | None
-) -> tuple[list[Check], list[float]]:
+) -> tuple[list[Check], list[OutputAgreement]]:
     if evidence is None:
         return [Check("learning", None, "nothing is known about what was learned")], []
-    most = _OTHER_UPDATE_RATIO if mathematics == "more" else _UPDATE_RATIO
-    checks = [_samples(evidence), _real_tokens(evidence), _parameters(evidence, most)]
+    checks = [_samples(evidence), _real_tokens(evidence)]
     if mathematics == "more":
-        return [*checks, _finite(evidence), _approximate(consent, quality)], []
-    losses = check_losses(
-        evidence.baseline.losses,
-        evidence.candidate.losses,
-        [item.losses for item in evidence.references],
-        evidence.unit,
-    )
-    return [*checks, Check("loss", losses.passed, losses.detail)], losses.allowed
+        return [*checks, _parameters(evidence), _finite(evidence), _approximate(consent, quality)], []
+    if evidence.agreement is None:
+        return [*checks, Check(AGREEMENT, None, "the two sides were not compared from the same states")], []
+    judged = judge_agreement(evidence.agreement)
+    return [*checks, Check(AGREEMENT, judged.passed, judged.detail)], list(judged.outputs)
 
 
 def _samples(evidence: Evidence) -> Check:
@@ -247,42 +257,15 @@ def _same_per_step(evidence: Evidence, name: str, before: Sequence[Any], which: 
     return Check(name, True, f"the same in {len(before)} steps")
 
 
-def _parameters(evidence: Evidence, most: float) -> Check:
-    before, after = evidence.baseline.updates, evidence.candidate.updates
+def _parameters(evidence: Evidence) -> Check:
+    before, after = evidence.baseline.moved, evidence.candidate.moved
     if before is None or after is None:
         return Check("parameters", None, "not known")
-    if set(before) != set(after):
-        named = sorted(set(before) ^ set(after))
-        return Check("parameters", False, f"only one side has {named[0]}{_and_more(len(named) - 1)}")
-    usual = median(before.values()) if before else 0.0
-    far = [name for name in before if not _alike(name, before[name], after[name], evidence.references, most, usual)]
-    if not far:
-        return Check("parameters", True, f"the same {len(before)} were updated")
-    name = far[0]
-    what = "is no longer updated" if after[name] == 0 else f"moved by {after[name]:.3g} instead of {before[name]:.3g}"
-    return Check("parameters", False, f"{name} {what}{_and_more(len(far) - 1)}")
-
-
-def _alike(
-    name: str, before: float, after: float, references: Sequence[Learning], most: float, usual_norm: float
-) -> bool:
-    """Whether no update is more than `most` times the other, or they are as unlike as after a push by rounding.
-
-    A parameter without a gradient of its own, such as the bias of attention's keys, is moved by rounding alone: in
-    another precision by many times as much, which is still not more than others are moved.
-    """
-    if 0 < before <= _HARDLY_MOVED * usual_norm and 0 < after <= usual_norm:
-        return True
-    usual = [_times(before, item.updates[name]) for item in references if item.updates and name in item.updates]
-    return _times(before, after) <= max(most, *(1 + 2 * (item - 1) for item in usual), 0.0)
-
-
-def _times(one: float, other: float) -> float:
-    """How many times as large the larger is."""
-    if one == other:
-        return 1.0
-    small, large = sorted((abs(one), abs(other)))
-    return large / small if small > 0 and math.isfinite(large) else math.inf
+    if before != after:
+        still = sorted(before - after)
+        name, other = (still or sorted(after - before))[0], len(before ^ after) - 1
+        return Check("parameters", False, f"{name} is {'no longer' if still else 'now'} updated{_and_more(other)}")
+    return Check("parameters", True, f"the same {len(before)} were updated")
 
 
 def _and_more(count: int) -> str:
@@ -294,7 +277,7 @@ def _finite(evidence: Evidence) -> Check:
     for step, (one, other) in enumerate(zip(before, after)):
         if math.isfinite(one) and not math.isfinite(other):
             return Check("loss", False, f"the loss of step {step} is not finite")
-    return Check("loss", True, "finite; other mathematics, so the curves are not compared step by step")
+    return Check("loss", True, "finite; an approximation, so the curves are not compared step by step")
 
 
 def _approximate(consent: bool, quality: Quality | None) -> Check:

@@ -101,6 +101,16 @@ def backend_flags_kept() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(flash)
 
 
+@contextlib.contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Inside it products of fp32 numbers may be computed in TF32, or may not."""
+    with backend_flags_kept(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+        yield
+
+
 def prefer_cudnn_attention(preferred: bool) -> None:
     """Put cuDNN first among the kernels for attention, before our own, or back where torch has it.
 

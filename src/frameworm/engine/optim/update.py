@@ -50,6 +50,7 @@ class Update:
 
     Attributes:
         lr: The first group's learning rate in the last step.
+        clip_norm: The largest norm of all gradients together; None: they are not clipped.
         parameters: Those that the optimizer holds; frozen ones have no gradient.
         look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
         finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
@@ -75,7 +76,7 @@ class Update:
         self._trainable: list[bool] = []
         self.follow()
         self._scaler = precision.scaler
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._skips_on_device = accepts_found_inf(optimizer)
         assert device is not None or strategy is not None
         where = strategy.update_device if strategy is not None else device
@@ -134,7 +135,7 @@ class Update:
                 f"the host waits for the device in every step: {name} cannot leave out a step by itself "
                 "(use its fused form, fused=True)"
             )
-        if self._clip_norm is not None or self._wanted_check:
+        if self.clip_norm is not None or self._wanted_check:
             return (
                 f"steps with non-finite gradients are not left out: {name} does not accept found_inf (use fused=True)"
             )
@@ -155,7 +156,7 @@ class Update:
         optimizer, scaler = self.optimizer, self._scaler
         gradients: list[torch.Tensor] = []
         if self.one_pass is not None:
-            self.grad_norm, self.skipped = self.one_pass(self._clip_norm, self._clip_norm is not None, factor)
+            self.grad_norm, self.skipped = self.one_pass(self.clip_norm, self.clip_norm is not None, factor)
             self.clear()
             return
         self.grad_norm = self.skipped = None
@@ -163,7 +164,7 @@ class Update:
             self.halves.collect()
         if scaler is not None:
             scaler.unscale_(optimizer)
-        if factor is not None or self._clip_norm is not None or self._checks or self.look:
+        if factor is not None or self.clip_norm is not None or self._checks or self.look:
             having = [item for item in self.parameters if item.grad is not None]
             if self._sharded_by is None:
                 gradients = [item.grad for item in having if item.grad is not None]
@@ -200,25 +201,25 @@ class Update:
         """Returns the gradients' norm before clipping, None where nothing is clipped."""
         if factor is not None:
             torch._foreach_mul_(gradients, factor.to("cpu") if self._on_cpu else factor)
-        if self._clip_norm is None and (not self._checks or self._sharded_by is None):
+        if self.clip_norm is None and (not self._checks or self._sharded_by is None):
             return None
         plain = self._on_host is not None and self._sharded_by is None and bool(gradients) and are_plain(gradients)
         norm = norm_of(gradients) if plain else get_total_norm(gradients)
         if self._on_cpu and not self.look and not isfinite(norm.item()):
             self.finite = _finite(gradients)  # before a bad norm spoils them all
         if self._sharded_by is None:
-            assert self._clip_norm is not None
+            assert self.clip_norm is not None
             # Within the limit they are multiplied by one; on a CPU asking costs less.
-            if not (self._on_cpu and norm.item() + 1e-6 <= self._clip_norm):
+            if not (self._on_cpu and norm.item() + 1e-6 <= self.clip_norm):
                 if plain:
-                    clip(gradients, self._clip_norm, norm)
+                    clip(gradients, self.clip_norm, norm)
                 else:
-                    clip_grads_with_norm_(parameters, self._clip_norm, norm)
+                    clip_grads_with_norm_(parameters, self.clip_norm, norm)
             return norm
         norm = self._sharded_by.norm_over_ranks(parameters, gradients, norm)
-        if self._clip_norm is None:
+        if self.clip_norm is None:
             return norm
-        torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _note(self, finite: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from frameworm.data.steps import StepBatch
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.probe import GradientProbe
 from frameworm.errors import ModelError
 from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
@@ -58,7 +59,7 @@ class TrainStep:
         self.model = model
         self.wrapped = wrapped
         self.update = update
-        self._loss_function = loss_function
+        self.loss_function = loss_function
         self.strategy = strategy
         self._world_size = strategy.gradient_ranks
         self._shares_gradients = strategy.gradient_ranks == strategy.world_size
@@ -70,6 +71,7 @@ class TrainStep:
         self._beside = {id(item) for item in strategy.beside.parameters.values()}
         self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
         self.halving: GradientMethod | None = None
+        self.probe: GradientProbe | None = None
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
@@ -95,13 +97,29 @@ class TrainStep:
                 "parameters were frozen, unfrozen or given to the optimizer inside a step, where the other ranks' "
                 "gradients have gone another way; do it between two steps, in a callback"
             )
+        self.meet_beside()
+        if self.probe is not None:
+            self.probe(factor, None if self.scaler is None else self.scaler._scale, self.update)
+        self.update.apply(factor)
+        self._mark(OPTIMIZER)
+        return result
+
+    def meet_beside(self) -> None:
+        """Average the gradients of what the loss learns, which the strategy does not see."""
         if self._acts_beside and self._world_size > 1:
             held = [item for item in self.update.parameters if item.requires_grad and id(item) in self._beside]
             self.strategy.average_beside(held)
             self._mark(COMMUNICATION_EXPOSED)
-        self.update.apply(factor)
-        self._mark(OPTIMIZER)
-        return result
+
+    @contextlib.contextmanager
+    def in_precision(self, precision: Precision) -> Iterator[None]:
+        """Compute gradients in another precision, from the parameters themselves."""
+        usual = self._autocast, self.scaler, self.update.halves
+        self._autocast, self.scaler, self.update.halves = precision.autocast, precision.scaler, None
+        try:
+            yield
+        finally:
+            self._autocast, self.scaler, self.update.halves = usual
 
     def gradients(
         self, batch: StepBatch, meet: Callable[[], None] | None = None
@@ -132,7 +150,7 @@ class TrainStep:
     def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         try:
             with self._autocast:
-                computed = self._loss_function(self.wrapped, micro)
+                computed = self.loss_function(self.wrapped, micro)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

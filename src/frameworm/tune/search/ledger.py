@@ -157,7 +157,7 @@ class Ledger:
             BudgetSpentError: There is no budget for it.
         """
         name = digest_of(baseline, candidate)
-        unit = rounding_unit(context.resolve(baseline), context.resolve(candidate))
+        units = rounding_unit(context.resolve(baseline)), rounding_unit(context.resolve(candidate))
         also = {key: value for key, value in change.reference.items() if key not in change.changes}
 
         def make(timeout_s: float | None) -> ProofResult:
@@ -167,8 +167,10 @@ class Ledger:
                 candidate,
                 _learning(baseline, {**without_dropout(baseline), **change.reference}),
                 _learning(candidate, {**without_dropout(candidate), **also}),
+                _learning(baseline, change.reference),
+                _learning(candidate, also),
                 change.mathematics,
-                unit,
+                units,
                 self._consent,
                 change.label,
                 timeout_s,

@@ -18,7 +18,7 @@ from frameworm.records.reading import read_tail
 from frameworm.tune.processes.batch_trial import TrialJob
 from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up, without_script
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
-from frameworm.tune.trials.live_rank import Go, LiveJob, run_live
+from frameworm.tune.trials.live_rank import Go, LiveJob, Lockstep, run_live
 from frameworm.tune.trials.outcomes import Failure, FailureKind
 from frameworm.tune.trials.warmth import StepNote
 
@@ -66,7 +66,7 @@ class Live:
         world_size: Ranks.
         limit_bytes: Memory a rank may take beside what it has mapped at its start.
         learn_steps: See `LiveJob`.
-        units: See `LiveJob`.
+        lockstep: See `LiveJob`.
         compiled: See `LiveJob`.
         whole_epoch: See `LiveJob`.
         seeds: See `LiveJob`.
@@ -81,7 +81,7 @@ class Live:
         world_size: int = 1,
         limit_bytes: int | None = None,
         learn_steps: int | None = None,
-        units: tuple[float, ...] = (),
+        lockstep: Lockstep | None = None,
         compiled: Path | None = None,
         whole_epoch: bool = False,
         seeds: tuple[int, ...] = (),
@@ -93,7 +93,7 @@ class Live:
         # The size is only asked whether there is one: a rank with one takes part in the group.
         rank_job = TrialJob(config, str(folder), (1,), world_size=world_size, limit_bytes=limit_bytes)
         apart = None if compiled is None else str(compiled.resolve())
-        self._job = LiveJob(rank_job, learn_steps, units, apart, whole_epoch, seeds)
+        self._job = LiveJob(rank_job, learn_steps, lockstep, apart, whole_epoch, seeds)
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._forks = True
@@ -151,7 +151,7 @@ class Live:
         Raises:
             LiveError: It does not end well.
         """
-        if self._job.learn_steps is None:
+        if self._job.learn_steps is None and self._job.lockstep is None:
             self._send(None)
         return self._expect("done")
 

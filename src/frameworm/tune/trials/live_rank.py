@@ -7,20 +7,20 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import tensors_in
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage
+from frameworm.engine.lockstep import FollowingGate, LeadingGate, Plan
 from frameworm.engine.run import train_workload
 from frameworm.errors import ConfigError, DeviceError, MissingPackageError
 from frameworm.hardware.resolve import resolve_here
@@ -51,13 +51,21 @@ class Go(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Lockstep:
+    """One side of a comparison from the same states."""
+
+    plan: Plan
+    leads: bool
+
+
+@dataclass(frozen=True)
 class LiveJob:
     """What a live run is to do.
 
     Attributes:
         rank_job: Config, folder, ranks, port and limit of memory.
         learn_steps: Only learn for so many steps and tell how; None: stand and go as told.
-        units: One learning for each: 0 from the config's own weights, else from weights moved by that much.
+        lockstep: Lead or follow another run through the same states instead.
         whole_epoch: Other steps may hold other samples: the samples of an epoch are told instead of those of each step.
         compiled: Folder for what the compiler makes. Not the user's: who is killed while writing leaves broken files.
         seeds: Train with validation for `learn_steps` from each of them instead, and tell how that ended.
@@ -65,7 +73,7 @@ class LiveJob:
 
     rank_job: TrialJob
     learn_steps: int | None = None
-    units: tuple[float, ...] = ()
+    lockstep: Lockstep | None = None
     compiled: str | None = None
     whole_epoch: bool = False
     seeds: tuple[int, ...] = ()
@@ -82,17 +90,19 @@ def run_live(job: LiveJob, rank: int, link: Connection) -> None:
         apart = {} if job.compiled is None else {"TORCHINDUCTOR_CACHE_DIR": job.compiled}
         with added_to_environment({**rank_variables(job.rank_job, rank), **apart}):
             few_threads(job.rank_job)
-            if job.learn_steps is None:
-                told: Any = _train(job.rank_job, link, born)
+            told: Any
+            if job.lockstep is not None:
+                told = _compare(job.rank_job, job.lockstep)
+            elif job.learn_steps is None:
+                told = _train(job.rank_job, link, born)
             elif job.seeds:
                 told = [_train_longer(job.rank_job, job.learn_steps, seed) for seed in job.seeds]
             else:
-                told = [_learn(job.rank_job, job.learn_steps, number, unit) for number, unit in enumerate(job.units)]
+                told = _learn(job.rank_job, job.learn_steps)
                 if job.whole_epoch:
                     samples, tokens = _epoch(job.rank_job)
-                    for learning in told:
-                        learning["samples"] = [samples] * len(learning["samples"])
-                        learning["real_tokens"] = [tokens] * len(learning["real_tokens"])
+                    told["samples"] = [samples] * len(told["samples"])
+                    told["real_tokens"] = [tokens] * len(told["real_tokens"])
             link.send(("done", told))
             cleanup()
     except BaseException as error:
@@ -218,17 +228,20 @@ def _summary(record: RunRecord) -> dict[str, Any]:
 class LearnGate(Gate):
     """Writes down what goes into each step, and ends the run after a number of them."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, inner: Gate | None = None) -> None:
         self._steps = steps
+        self._inner = inner or Gate()
+        self.begin, self.end = self._inner.begin, self._inner.end  # type: ignore[method-assign]
         self.samples: list[int | None] = []
         self.real_tokens: list[int | None] = []
 
     def enter(self, step: int) -> Passage:
         """Until there are enough."""
-        return "end" if step > self._steps else "go"
+        return "end" if step > self._steps else self._inner.enter(step)
 
     def admit(self, batch: StepBatch) -> None:
         """Look at the samples; fillers are none."""
+        self._inner.admit(batch)
         there = [item for item, count in zip(batch.batches, batch.samples) if count]
         self.samples.append(add_hashes([batch_hash(item) for item in there]))
         self.real_tokens.append(batch.tokens)
@@ -245,30 +258,48 @@ class _Losses(Listener):
         self.seen.append((step.loss, step.count))
 
 
-def _learn(job: TrialJob, steps: int, number: int, unit: float) -> dict[str, Any]:
-    """Train for some steps from the config's weights, or such that were moved a little; what went in and came out."""
+def _learn(job: TrialJob, steps: int) -> dict[str, Any]:
+    """Train for some steps; what went in, and which parameters moved."""
     config = resolve_here(_quiet(job.config, {"early_stop": None, **_soon(job.config, steps)}), job.world_size)
     workload = replace(build_workload(config), val_data=None)
-    if unit:
-        _move(workload.model, unit, number)
-    before = {name: parameter.detach().clone() for name, parameter in _trainable(workload.model)}
+    # All of them: one that a config has frozen must not vanish from the comparison.
+    before = {name: parameter.detach().clone() for name, parameter in workload.model.named_parameters()}
     gate, losses = LearnGate(steps), _Losses()
     train_workload(config, workload, gate=gate, callbacks=[losses])
-    after = dict(_trainable(workload.model))
+    after = dict(workload.model.named_parameters())
     whole = all(name in after and after[name].shape == value.shape for name, value in before.items())
-    updates = (
-        {name: _norm(after[name].detach().cpu(), value.cpu()) for name, value in before.items()} if whole else None
-    )
-    return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens, "updates": updates}
+    moved = {name for name, value in before.items() if not torch.equal(after[name].detach().cpu(), value.cpu())}
+    return {**_noted(gate, losses), "moved": sorted(moved) if whole else None}
+
+
+def _compare(job: TrialJob, lockstep: Lockstep) -> dict[str, Any]:
+    """Lead or follow another run through the same states; what went in, and what was measured."""
+    plan = lockstep.plan
+    limits = {"early_stop": None, "epochs": _ENDLESS_EPOCHS, **_soon(job.config, plan.steps[-1])}
+    config = resolve_here(_quiet(job.config, limits), job.world_size)
+    workload = replace(build_workload(config), val_data=None)
+    gate: LeadingGate | FollowingGate = LeadingGate(plan) if lockstep.leads else FollowingGate(plan)
+    noting, losses = LearnGate(plan.steps[-1], gate), _Losses()
+    # Where a model draws numbers of its own, compiled kernels draw the same as the others.
+    with torch._inductor.config.patch(fallback_random=not plan.draws) if config.gpu.compile_model else nullcontext():
+        train_workload(config, workload, gate=noting, callbacks=[losses])
+    told = _noted(noting, losses)
+    if isinstance(gate, LeadingGate):
+        return {**told, "random": gate.random}
+    return {**told, "agreement": gate.agreement().to_json()}
+
+
+def _noted(gate: LearnGate, losses: _Losses) -> dict[str, Any]:
+    return {"losses": losses.seen, "samples": gate.samples, "real_tokens": gate.real_tokens}
 
 
 def _soon(config: Config, steps: int) -> dict[str, Any]:
     """As long a run that the rate has climbed to its peak halfway: at the foot of a long climb nothing is learned."""
     training = config.training
-    if not training.warmup or training.schedule == "onecycle":  # which begins high enough
-        return {}
-    most = max(steps, math.ceil(steps / 2 / training.warmup))
-    return {"max_steps": most if training.max_steps is None else min(most, training.max_steps)}
+    most = 2 * steps
+    if training.warmup and training.schedule != "onecycle":  # which begins high enough
+        most = max(most, math.ceil(steps / 2 / training.warmup))
+    return {"max_steps": most if training.max_steps is None else max(min(most, training.max_steps), steps)}
 
 
 class _SampleGate(Gate):
@@ -307,22 +338,3 @@ def _epoch(job: TrialJob) -> tuple[int | None, int | None]:
     samples = add_hashes([batch_hash(batch) for batch in loader])
     loader.close()
     return samples, None if None in tokens else sum(tokens)
-
-
-def _trainable(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
-    # All of them: one that a config has frozen must not vanish from the comparison.
-    return list(model.named_parameters())
-
-
-def _norm(after: torch.Tensor, before: torch.Tensor) -> float:
-    return float((after.to(torch.float64) - before.to(torch.float64)).norm())
-
-
-@torch.no_grad()
-def _move(model: nn.Module, unit: float, seed: int) -> None:
-    """Every weight by at most one unit of rounding, relative to itself."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            noise = torch.rand(parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + unit * noise.to(parameter.device))

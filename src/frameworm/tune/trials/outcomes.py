@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
 from frameworm.config.schema import Config
-from frameworm.guard.drift import ROUNDING_UNITS
+from frameworm.guard.agreement import ROUNDING_UNITS
 from frameworm.guard.proof import Mathematics, Proof
 from frameworm.guard.quality import Quality
 from frameworm.tune.knobs.context import Changes
@@ -114,8 +114,9 @@ class ProofRequest:
             the same under other kernels, and with the same samples per step as the candidate.
         learning_candidate: The same for the candidate.
         mathematics: What the change can do to the numbers.
-        unit: Unit of rounding for `guard.proof.Evidence`; references are the learning baseline from weights moved by
-            `guard.drift.push_of` it.
+        drawing_baseline: The learning baseline with dropout as in training, to compare random draws.
+        drawing_candidate: The same for the candidate.
+        units: Units of rounding of the baseline and of the candidate.
         consent: The user allows other mathematics.
         label: What is proved, for people.
         timeout_s: Seconds it may take; None: the runner's own limit.
@@ -128,13 +129,34 @@ class ProofRequest:
     candidate: Config
     learning_baseline: Config
     learning_candidate: Config
+    drawing_baseline: Config
+    drawing_candidate: Config
     mathematics: Mathematics
-    unit: float
+    units: tuple[float, float]
     consent: bool
     label: str
     timeout_s: float | None = None
     last: bool = False
     expected_s: float = 0.0
+
+    @property
+    def configs(self) -> tuple[Config, ...]:
+        """All configs, baselines and candidates in turn."""
+        learning = (self.learning_baseline, self.learning_candidate)
+        return (self.baseline, self.candidate, *learning, self.drawing_baseline, self.drawing_candidate)
+
+    def having(self, configs: Sequence[Config]) -> ProofRequest:
+        """The same request with other configs, in the order of `configs`."""
+        baseline, candidate, learning_baseline, learning_candidate, drawing_baseline, drawing_candidate = configs
+        return replace(
+            self,
+            baseline=baseline,
+            candidate=candidate,
+            learning_baseline=learning_baseline,
+            learning_candidate=learning_candidate,
+            drawing_baseline=drawing_baseline,
+            drawing_candidate=drawing_candidate,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,22 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from frameworm.config.schema import Config
-from frameworm.guard.drift import push_of
+from frameworm.engine.lockstep import Plan
+from frameworm.guard.agreement import Agreement
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.hardware.resolve import look_at_machine
 from frameworm.records.atomic import make_folder_in
 from frameworm.tune.trials.live import Live, LiveError
+from frameworm.tune.trials.live_rank import Lockstep
 from frameworm.tune.trials.longer import train_both
 from frameworm.tune.trials.outcomes import (
     Failure,
@@ -43,6 +45,12 @@ _FIRST_LOOKS = 3
 # The start of a run of which nothing is compiled, and how much longer than its steps learning may take.
 _START_S = 1.0
 _MARGIN = 1.3
+# Steps after which a captured step is replayed, and steps whose states are compared later, on these batches.
+_WARM_STEPS = 5
+_EARLY = (1, 3)
+# What the leading side computes at a compared state, in steps of its own: repeated, perturbed, in other precisions.
+_STEPS_PER_STATE = 8
+_PLENTY_BYTES = 16 * 2**30
 
 
 class TrialRunner:
@@ -148,22 +156,13 @@ class TrialRunner:
         limit_s, by_budget = self._patience.for_proof(request)
         deadline = time.monotonic() + limit_s
         try:
-            cut = self._cut(
-                folder,
-                deadline,
-                request.baseline,
-                request.candidate,
-                request.learning_baseline,
-                request.learning_candidate,
-            )
-            request = replace(
-                request, baseline=cut[0], candidate=cut[1], learning_baseline=cut[2], learning_candidate=cut[3]
-            )
+            cut = self._cut(folder, deadline, *request.configs)
+            request = request.having(cut)
             windows, step_s = self._take_turns(request, folder, deadline)
             details["windows"] = [list(window) for window in windows]
             proof = self._judge(request, windows, None)
             if proof.checks[0].passed:
-                evidence = self._learn(request, folder, deadline, step_s)
+                evidence = self._compare(request, folder, deadline, step_s)
                 proof = self._judge(request, windows, evidence)
             else:  # what was learned was not asked for
                 proof = replace(proof, reason=proof.checks[0].detail, checks=proof.checks[:1])
@@ -222,31 +221,72 @@ class TrialRunner:
 
     def _learning_s(self, before_s: float, after_s: float) -> float:
         """What must be left of the time when the last window ends."""
-        steps = self._learn_steps(max(before_s, after_s))
-        return self._starts_s + _MARGIN * steps * (before_s * (1 + self._effort.references) + after_s)
+        steps, states = self._learn_steps(max(before_s, after_s)), self._effort.states
+        led_s = (steps + states * _STEPS_PER_STATE) * before_s
+        return self._starts_s + _MARGIN * (led_s + (steps + 2 * states) * after_s)
+
+    def _compare(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
+        """Both sides from the same states and with the same samples, or what they learn where that is not possible."""
+        if request.mathematics == "more":
+            return self._learn(request, folder, deadline, step_s)
+        steps = compared_steps(self._learn_steps(step_s), self._effort.states)
+        gpu = request.learning_candidate.gpu
+        plan = Plan(
+            "",
+            steps,
+            _EARLY,
+            (len(_EARLY), len(steps) - 1),
+            gpu.mixed_precision,
+            bool(gpu.tf32),
+            wait_s=max(1.0, deadline - time.monotonic()),
+        )
+        sides = (request.learning_baseline, request.learning_candidate)
+        before, after = self._in_lockstep(request, sides, folder / "lockstep", plan, deadline)
+        agreement = Agreement.from_json(after[0]["agreement"])
+        if request.mathematics == "rounding" and (before[0]["random"] or sides[0] != request.drawing_baseline):
+            drawing = replace(plan, steps=steps[:1], early=(), updates=(), draws=self._effort.draws)
+            shipped = (request.drawing_baseline, request.drawing_candidate)
+            _, drawn = self._in_lockstep(request, shipped, folder / "draws", drawing, deadline)
+            agreement = replace(agreement, draws=Agreement.from_json(drawn[0]["agreement"]).draws)
+        agreement = replace(agreement, changes_precision=request.units[0] != request.units[1])
+        return Evidence(merged(before), merged(after), agreement)
+
+    def _in_lockstep(
+        self, request: ProofRequest, sides: tuple[Config, Config], folder: Path, plan: Plan, deadline: float
+    ) -> tuple[list[Any], list[Any]]:
+        """One run that leads and one that follows; what the ranks of each told."""
+        plans = [replace(plan, unit=unit) for unit in (request.units[0], max(request.units))]
+        with state_folder() as states, ExitStack() as stack:
+            lives = []
+            for config, name, plan, leads in zip(sides, ("leading", "following"), plans, (True, False)):
+                lockstep = Lockstep(replace(plan, folder=str(states)), leads)
+                lives.append(stack.enter_context(self._live(config, folder / name, deadline, lockstep=lockstep)))
+                # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in
+                # each other's way.
+                if leads and look_at_machine(request.baseline).device != "cuda":
+                    told = lives.pop().finish()
+            if len(lives) == 2:
+                told = lives[0].finish()
+            return told, lives[-1].finish()
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
-        """Both sides from the same weights, with the same samples."""
+        """Both sides from the same weights, each with the samples that its own steps take."""
         steps = self._learn_steps(step_s)
-        units = (0.0, *[push_of(request.unit)] * self._effort.references) if request.mathematics != "more" else (0.0,)
         asked = [
-            (request.learning_candidate, folder / "learning-after", (0.0,)),
-            (request.learning_baseline, folder / "learning-before", units),
+            (request.learning_candidate, folder / "learning-after"),
+            (request.learning_baseline, folder / "learning-before"),
         ]
-        told: list[list[Learning]] = []
+        told: list[Learning] = []
         with ExitStack() as stack:
-            # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in each
-            # other's way.
             together = look_at_machine(request.baseline).device == "cuda"
             lives: list[Live] = []
-            for config, place, moved in asked:
-                other_steps = request.mathematics == "more"
-                lives.append(stack.enter_context(self._live(config, place, deadline, steps, moved, other_steps)))
+            for config, place in asked:
+                lives.append(stack.enter_context(self._live(config, place, deadline, steps, whole_epoch=True)))
                 if not together:
                     told.append(merged(lives.pop().finish()))
             told += [merged(live.finish()) for live in lives]
-        (candidate,), (baseline, *references) = told
-        return Evidence(baseline, candidate, references, request.unit)
+        candidate, baseline = told
+        return Evidence(baseline, candidate)
 
     def _live(
         self,
@@ -254,7 +294,7 @@ class TrialRunner:
         folder: Path,
         deadline: float,
         learn_steps: int | None = None,
-        units: tuple[float, ...] = (),
+        lockstep: Lockstep | None = None,
         whole_epoch: bool = False,
         seeds: tuple[int, ...] = (),
     ) -> Live:
@@ -266,7 +306,7 @@ class TrialRunner:
             world_size=self._world_size,
             limit_bytes=self._limit_bytes,
             learn_steps=learn_steps,
-            units=units,
+            lockstep=lockstep,
             compiled=self.compiled,
             whole_epoch=whole_epoch,
             seeds=seeds,
@@ -294,12 +334,8 @@ def _told(failure: Failure, by_budget: bool) -> Failure:
     return replace(failure, reason=f"{failure.reason}, and the budget leaves it no more")
 
 
-def merged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Learning]:
-    """The learnings of a run from what its ranks told."""
-    return [_learning([rank[number] for rank in ranks]) for number in range(len(ranks[0]))]
-
-
-def _learning(parts: Sequence[dict[str, Any]]) -> Learning:
+def merged(parts: Sequence[dict[str, Any]]) -> Learning:
+    """The learning of a run from what its ranks told."""
     steps = []
     for step in range(min(len(part["losses"]) for part in parts)):
         losses = [(loss, count) for loss, count in (part["losses"][step] for part in parts) if loss is not None]
@@ -308,4 +344,26 @@ def _learning(parts: Sequence[dict[str, Any]]) -> Learning:
         tokens = [part["real_tokens"][step] for part in parts]
         samples = add_hashes([part["samples"][step] for part in parts])
         steps.append(StepEvidence(loss, samples, None if None in tokens else sum(tokens)))
-    return Learning(steps, parts[0]["updates"])
+    moved = parts[0].get("moved")
+    return Learning(steps, None if moved is None else frozenset(moved))
+
+
+def compared_steps(steps: int, states: int) -> tuple[int, ...]:
+    """The steps at which states are compared: some in a row, then further and further apart."""
+    first = _WARM_STEPS + 1
+    last = max(steps, first + states - 1)
+    row = min(states, len(_EARLY) + 1)
+    far = [
+        first + row - 1 + round((last - first - row + 1) * place / (states - row))
+        for place in range(1, states - row + 1)
+    ]
+    return (*range(first, first + row), *far)
+
+
+@contextmanager
+def state_folder() -> Iterator[Path]:
+    """A private folder for states, in memory where there is plenty, else where temporary files go."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > _PLENTY_BYTES
+    with tempfile.TemporaryDirectory(prefix="frameworm-states-", dir=memory if roomy else None) as folder:
+        yield Path(folder)

@@ -27,9 +27,10 @@ class Effort:
         more_pairs: Once so many more where the first leave a gain open.
         warm_s: How long it may take until it gets no faster any more and single steps look warm; not counted.
         warm_windows: So many windows may be needed for the former even if they take longer, as compiling does.
-        learn_s: How long one learning should take, of the config before the change.
+        learn_s: How long the training should take along which states are compared, of the config before the change.
         learn_steps: Fewest and most steps of it.
-        references: Learnings from moved weights.
+        states: States at which two sides are compared.
+        draws: Steps from one state, to compare random draws.
         limit_s: Longest a trial may take; twice that for a proof.
     """
 
@@ -41,7 +42,8 @@ class Effort:
     warm_windows: int = 8
     learn_s: float = 2.0
     learn_steps: tuple[int, int] = (16, 48)
-    references: int = 2
+    states: int = 8
+    draws: int = 24
     limit_s: float = 300.0
 
 

@@ -1,0 +1,519 @@
+"""Two runs in lock step: one leads, the other computes the same steps from the same states.
+
+The leading run trains as its config says. At some of its steps it writes down its state, computes the step in higher
+precision and in the other run's precision, and notes what it gives itself. The following run takes over each state,
+computes the step on its own batch in its own way, and measures how far the two lie apart. `guard.agreement` judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from frameworm.data.prefetch import map_tensors
+from frameworm.data.steps import StepBatch
+from frameworm.engine.gate import Gate, Passage, Session
+from frameworm.engine.model.precision import Precision, allow_tf32
+from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
+from frameworm.engine.optim.schedule import AnySchedule
+from frameworm.engine.step.capture import CapturedStep
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.probe import GradientProbe
+from frameworm.engine.step.step import TrainStep
+from frameworm.guard.agreement import Agreement, Draws, OutputErrors, StateErrors
+from frameworm.numerics.comparison import errors_of, noise_of
+from frameworm.numerics.dropout import DropoutOff
+from frameworm.numerics.plain_update import PlainUpdate, settings_of
+from frameworm.numerics.sketch import dense, sketch
+from frameworm.numerics.state import Named, StepTensors, read, whole, write
+from frameworm.parallel.strategy import Strategy
+
+Sketches = dict[str, torch.Tensor]
+_POLL_S = 0.005
+_SEED = 20_000
+# The rate at which updates are compared: decay that is lost at the rates of training would vanish in rounding.
+_LARGE_RATE = 1.0
+_PERTURBATIONS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What two runs compare.
+
+    Attributes:
+        folder: Where the leading run leaves its states.
+        steps: Numbers of the steps at which states are compared, from 1.
+        early: For the first of these, after how many steps the state is taken that they start from.
+        updates: At which of the compared states, by place, the optimizer's update is compared.
+        precision: The following run's `gpu.mixed_precision`, resolved.
+        tf32: Whether the following run uses TF32.
+        unit: Unit of rounding of the leading run's precision.
+        draws: Compare so many random draws at the first of the steps; 0: compare outputs with dropout switched off.
+        wait_s: How long the following run waits for a state.
+    """
+
+    folder: str
+    steps: tuple[int, ...]
+    early: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    precision: str = "off"
+    tf32: bool = False
+    unit: float = 2.0**-24
+    draws: int = 0
+    wait_s: float = 300.0
+
+
+class _Rates:
+    """A schedule that notes what the optimizer is told for a step, and can raise all rates for one."""
+
+    def __init__(self, schedule: AnySchedule, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]):
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._names = names
+        self.settings: dict[str, dict[str, object]] = {}
+        self.raised = False
+
+    def before_step(self, step: int) -> None:
+        self._schedule.before_step(step)
+        groups = self._optimizer.param_groups
+        self.settings = settings_of(self._optimizer, self._names)
+        if self.raised:
+            largest = max((float(group["lr"]) for group in groups), default=0.0)
+            for group in groups:
+                rate = float(group["lr"]) / largest * _LARGE_RATE if largest else _LARGE_RATE
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def after_step(self) -> None:
+        if not self.raised:
+            self._schedule.after_step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+
+class _Lockstep(Gate):
+    """What both runs have in common: a step that can be computed from any state, and what it gave."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._folder = Path(plan.folder)
+        self._number = 0
+        self._dropout: DropoutOff | None = None
+
+    def begin(self, session: Session) -> None:
+        """Get hold of the run's insides, before its first step."""
+        self._step = session.step
+        self._eager: TrainStep = session.step.eager if isinstance(session.step, CapturedStep) else session.step
+        self._session = session
+        self._device = self._eager.strategy.device
+        model, update = self._eager.model, self._eager.update
+        parameters = dict(self._eager.strategy.named_parameters(model))
+        parameters.update(self._eager.strategy.beside.parameters)
+        self._parameters = {name: item for name, item in parameters.items() if item.requires_grad}
+        names = {item: name for name, item in self._parameters.items()}
+        self._tensors = StepTensors(parameters.items(), model.named_buffers(), update.optimizer, self._scale)
+        self._names = names
+        update.schedule = self._rates = _Rates(update.schedule, update.optimizer, names)  # type: ignore[assignment]
+        self._probe = self._eager.probe = GradientProbe(self._parameters)
+        if not self.plan.draws:
+            self._dropout = DropoutOff(model)
+            self._dropout.start()
+
+    def _scale(self) -> Named:
+        scaler = self._eager.scaler
+        found = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def enter(self, step: int) -> Passage:
+        """Go on until the last compared step has been made."""
+        self._number = step
+        return "end" if step > self.plan.steps[-1] else "go"
+
+    def end(self) -> None:
+        """Leave the process as it was."""
+        if self._dropout is not None:
+            self._dropout.stop()
+
+    def _own(self, batch: StepBatch, saved: Named, seed: int | None) -> Sketches:
+        """The step as this run computes it, from a saved state."""
+        self._load(saved, seed)
+        with self._eager.marking(_no_mark):
+            result = self._step.run(self._number - 1, batch)
+        return self._outputs(result.loss, self._probe.gradients, saved)
+
+    def _load(self, saved: Named, seed: int | None) -> None:
+        self._tensors.restore(saved)
+        if seed is not None:
+            seed_everything(_SEED + seed, self._eager.strategy.rank)
+
+    def _outputs(self, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor], before: Named) -> Sketches:
+        found = {f"gradient of {name}": sketch(value) for name, value in gradients.items()}
+        found["loss"] = sketch(loss.float())
+        for name, buffer in self._tensors.buffers.items():
+            if buffer.is_floating_point() and (held := before.get(f"buffer {name}")) is not None:
+                found[f"change of {name}"] = sketch(buffer.double() - held.to(buffer.device).double())
+        return found
+
+    def _decisions(self) -> dict[str, Any]:
+        """What must be equal on both sides after a step."""
+        update, scaler = self._eager.update, self._eager.scaler
+        counters = {
+            name: dense(buffer).double().sum().item()
+            for name, buffer in self._tensors.buffers.items()
+            if not buffer.is_floating_point() and not buffer.is_complex()
+        }
+        return {
+            "settings": self._rates.settings,
+            "skipped": bool(update.skipped) if update.skipped is not None else False,
+            "scale": None if scaler is None else float(scaler.get_scale()),
+            "clip_norm": update.clip_norm,
+            "counters": counters,
+        }
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[Named]:
+        """Put the run back where it was: it trains on as if nothing had been compared."""
+        saved, random = self._tensors.copy(), random_state(self._device)
+        groups = [
+            {key: _value(group[key]) for key in group if key != "params"} for group in self._optimizer.param_groups
+        ]
+        schedule = copy.deepcopy(self._rates.state_dict())
+        try:
+            yield saved
+        finally:
+            self._tensors.restore(saved)
+            for group, values in zip(self._optimizer.param_groups, groups):
+                group.update({key: value for key, value in values.items() if not isinstance(group[key], torch.Tensor)})
+            self._rates.load_state_dict(schedule)
+            restore_random_state(random, self._device)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._eager.update.optimizer
+
+    def _draw(self, batch: StepBatch, saved: Named) -> dict[str, Any]:
+        """Many steps from one state, each with random numbers of its own."""
+        seed_everything(_SEED, self._eager.strategy.rank)
+        losses, drawn = [], []
+        for _ in range(self.plan.draws):
+            outputs = self._own(batch, saved, None)
+            losses.append(float(outputs["loss"]))
+            drawn.append(sketch(torch.cat([value for name, value in outputs.items() if name.startswith("gradient")])))
+        together = torch.stack(drawn)
+        mean = together.mean(0)
+        spread = float(((together - mean).square().sum(1).sum() / max(len(drawn) - 1, 1)).sqrt())
+        distinct = {tuple(row.tolist()) for row in together}
+        loss = torch.tensor(losses, dtype=torch.float64)
+        figures = (float(loss.mean()), float(loss.std()) if len(losses) > 1 else 0.0, spread)
+        return {"figures": list(figures), "repeated": len(drawn) - len(distinct)}
+
+
+class LeadingGate(_Lockstep):
+    """Writes down states of the run and what their steps should give.
+
+    Attributes:
+        random: Whether the step draws random numbers when dropout is as in training; None: not looked at.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._early: dict[int, Named] = {}
+        self._precise: PreciseStep | None = None
+        self.random: bool | None = None
+
+    def admit(self, batch: StepBatch) -> None:
+        """Compare before the step is made, if it is one of those."""
+        done = self._number - 1
+        if done in self.plan.early:
+            self._early[done] = whole(self._tensors.copy())
+        if self._number not in self.plan.steps:
+            return
+        place = self.plan.steps.index(self._number)
+        with self._kept() as now:
+            if self.plan.draws:
+                content = {"tensors": whole(now), **self._draw(batch, now)}
+            else:
+                content = self._measure(batch, place, now)
+        if self._eager.strategy.rank == 0:
+            write(self._folder / f"state-{place}.pt", content)
+
+    def _measure(self, batch: StepBatch, place: int, now: Named) -> dict[str, Any]:
+        at = self.plan.early[place] if place < len(self.plan.early) else self._number - 1
+        state = self._early.pop(at, None) or now
+        if self.random is None:
+            self.random = self._is_random(batch, state)
+        own = self._own(batch, state, place)
+        decisions = self._decisions()
+        again = self._own(batch, state, place)
+        moved = [self._own(batch, self._perturbed(state, seed), place) for seed in range(_PERTURBATIONS)]
+        expected = self._expected(batch, state, place)
+        reference, kind = self._reference(batch, state, place)
+        sent = state if place in self.plan.updates else _without_optimizer(state)
+        return {
+            "at": at,
+            "tensors": whole(sent),
+            "decisions": decisions,
+            "baseline": own,
+            "expected": expected,
+            "reference": own if reference is None else reference,
+            "kind": kind,
+            "noise": noise_of(own, [again, *moved]),
+            "repeats": _distance(own, again),
+            "counts": self._counts(),
+        }
+
+    def _counts(self) -> dict[str, int]:
+        counts = {f"gradient of {name}": item.numel() for name, item in self._parameters.items()}
+        counts.update((f"change of {name}", item.numel()) for name, item in self._tensors.buffers.items())
+        return {**counts, "loss": 1}
+
+    def _perturbed(self, state: Named, seed: int) -> Named:
+        """A state whose parameters are moved by at most one rounding of this run's precision."""
+        generator = torch.Generator().manual_seed(seed)
+        moved = dict(state)
+        for name, tensor in state.items():
+            if name.startswith("parameter ") and tensor.is_floating_point():
+                noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
+                moved[name] = tensor * (1 + self.plan.unit * noise.to(tensor.device, tensor.dtype))
+        return moved
+
+    def _expected(self, batch: StepBatch, state: Named, seed: int) -> Sketches:
+        """An eager step in the following run's precision."""
+        precision = Precision(self.plan.precision, self._device)
+        for _ in range(8):
+            self._load(state, seed)
+            with allow_tf32(self.plan.tf32):
+                outputs = self._eagerly(batch, precision, state)
+            if precision.scaler is None or all(bool(value.isfinite().all()) for value in outputs.values()):
+                break
+            precision.scaler.update(precision.scaler.get_scale() / 8)  # as training would, after a few skipped steps
+        return outputs
+
+    def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
+        with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
+            result, factor = self._eager.gradients(batch)
+            self._eager.meet_beside()
+            self._probe(factor, precision.loss_scale(), self._eager.update)
+            self._eager.update.clear()
+        return self._outputs(result.loss, self._probe.gradients, state)
+
+    def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches | None, str]:
+        """The step in fp64 where the model can, else in strict fp32."""
+        if self._precise is None:
+            self._precise = PreciseStep.of(self._eager, self._session)
+        if self._precise.works:
+            seed_everything(_SEED + seed, self._eager.strategy.rank)
+            outputs = self._precise.outputs(batch, state)
+            if outputs is not None:
+                return outputs, "fp64"
+        self._load(state, seed)
+        with allow_tf32(False), sdpa_kernel(SDPBackend.MATH):
+            return self._eagerly(batch, Precision("off", self._device), state), "fp32"
+
+    def _is_random(self, batch: StepBatch, state: Named) -> bool:
+        """Whether an eager step with dropout as in training depends on the seed."""
+        if self._dropout is None:
+            return False
+        seen = []
+        with self._dropout.lifted():
+            for seed in (0, 1, 0):
+                self._load(state, seed)
+                seen.append(self._eagerly(batch, self._session.precision, state))
+        return _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
+
+
+class FollowingGate(_Lockstep):
+    """Computes the steps of a leading run from its states, and measures how far the outputs lie apart."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.states: list[StateErrors] = []
+        self._differences: list[str] = []
+        self._updates: dict[str, float] = {}
+        self._kinds: set[str] = set()
+        self._repeats = 0.0
+        self._draws: Draws | None = None
+
+    def admit(self, batch: StepBatch) -> None:
+        """Compare before the step is made, if it is one of those."""
+        if self._number not in self.plan.steps:
+            return
+        place = self.plan.steps.index(self._number)
+        told = self._wait_for(self._folder / f"state-{place}.pt")
+        state: Named = told["tensors"]
+        with self._kept():
+            if self.plan.draws:
+                mine = self._draw(batch, state)
+                before, after = tuple(told["figures"]), tuple(mine["figures"])
+                self._draws = Draws(self.plan.draws, before, after, mine["repeated"], told["repeated"])
+                return
+            own = self._own(batch, state, place)
+            self._compare(told, own, self._decisions())
+            if place in self.plan.updates:
+                self._compare_update(batch, state, place)
+
+    def agreement(self) -> Agreement:
+        """What was measured."""
+        kind = "fp32" if "fp32" in self._kinds else "fp64"
+        return Agreement(
+            self.states, self._differences, self._updates, kind, self.plan.unit, self._repeats, self._draws
+        )
+
+    def _compare(self, told: dict[str, Any], own: Sketches, decisions: dict[str, Any]) -> None:
+        outputs: list[OutputErrors] = errors_of(
+            told["reference"], told["baseline"], told["expected"], own, told["noise"], told["counts"]
+        )
+        self.states.append(StateErrors(told["at"], outputs))
+        self._kinds.add(told["kind"])
+        self._repeats = max(self._repeats, told["repeats"])
+        missing = sorted(set(told["baseline"]) ^ set(own))
+        if missing:
+            self._differences.append(f"only one side computes the {missing[0]}")
+        for text in _unequal(told["decisions"], decisions):
+            if text not in self._differences:
+                self._differences.append(text)
+
+    def _compare_update(self, batch: StepBatch, state: Named, place: int) -> None:
+        """One step at a large rate, beside what torch's plain optimizer makes of the same gradient."""
+        optimizer = self._eager.strategy.given(self._optimizer)
+        if not any(name.startswith("optimizer ") for name in self._tensors.live()):
+            self._own(batch, state, place)
+        self._load(state, place)
+        before = self._tensors.copy()
+        self._rates.raised = True
+        try:
+            self._own(batch, state, place)
+        finally:
+            self._rates.raised = False
+        if self._eager.update.skipped is not None and bool(self._eager.update.skipped):
+            return
+        plain = PlainUpdate(optimizer, self._names, self._eager.update.clip_norm)
+        for name, times in plain.errors(before, self._probe.gradients, self._tensors.live()).items():
+            self._updates[name] = max(self._updates.get(name, 0.0), times)
+
+    def _wait_for(self, path: Path) -> dict[str, Any]:
+        deadline = time.monotonic() + self.plan.wait_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no state to compare came within {self.plan.wait_s:.0f} s")
+            time.sleep(_POLL_S)
+        return read(path)
+
+
+class PreciseStep:
+    """The step of a run in fp64, on a copy of its model; `works` is false once the model has refused."""
+
+    def __init__(self, step: TrainStep | None, tensors: StepTensors | None) -> None:
+        self._step = step
+        self._tensors = tensors
+        self.works = step is not None
+
+    @classmethod
+    def of(cls, eager: TrainStep, session: Session) -> PreciseStep:
+        """A copy of a run's step; one that does not work where there can be none."""
+        strategy = eager.strategy
+        if strategy.world_size > 1 or strategy.name != "single" or strategy.beside.parameters:
+            return cls(None, None)
+        try:
+            model = copy.deepcopy(eager.model).double()
+            loss_fn = session.loss_fn
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = copy.deepcopy(loss_fn).double()
+        except Exception:  # whatever a model raises, it cannot be copied
+            return cls(None, None)
+        alone = Strategy(strategy.device)
+        step = copy.copy(eager)
+        step.update = copy.copy(eager.update)
+        step.update.halves = None
+        step.model = step.wrapped = model
+        step.strategy = alone
+        step.loss_function = LossFunction(model, loss_fn, False)
+        step.halving = step.probe = None
+        return cls(step, StepTensors(model.named_parameters(), model.named_buffers()))
+
+    def outputs(self, batch: StepBatch, state: Named) -> Sketches | None:
+        """What the step gives from a state; None where the model refuses fp64 or there is no memory for it."""
+        assert self._step is not None
+        assert self._tensors is not None
+        step, model = self._step, self._step.model
+        try:
+            self._tensors.restore(state)
+            before = self._tensors.copy()
+            micro = [map_tensors(item, _in_fp64) for item in batch.batches]
+            with step.in_precision(Precision("off", step.strategy.device)), step.marking(_no_mark):
+                result, factor = step.gradients(replace(batch, batches=micro))
+            scale = 1.0 if factor is None else float(factor)
+            found = {
+                f"gradient of {name}": sketch(item.grad) * scale
+                for name, item in model.named_parameters()
+                if item.grad is not None
+            }
+            found["loss"] = sketch(result.loss.double())
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point():
+                    found[f"change of {name}"] = sketch(buffer - before[f"buffer {name}"])
+            return found
+        except Exception:  # whatever a model or its kernels raise, it does not compute in fp64
+            self.works = False
+            return None
+        finally:
+            model.zero_grad(set_to_none=True)
+
+
+def _without_optimizer(state: Named) -> Named:
+    return {name: tensor for name, tensor in state.items() if not name.startswith("optimizer ")}
+
+
+def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Relative distance of all outputs together."""
+    apart = sum(float((other[name] - value).square().sum()) for name, value in one.items() if name in other)
+    size = sum(float(value.square().sum()) for value in one.values())
+    return float((apart / size) ** 0.5) if size else 0.0
+
+
+def _unequal(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Decisions that differ, in words."""
+    for name, settings in before["settings"].items():
+        other = after["settings"].get(name)
+        if other is None:
+            yield f"{name} is no longer given to the optimizer"
+            continue
+        for key, value in settings.items():
+            if key in other and other[key] != value:
+                yield f"{key} of {name} is {other[key]} instead of {value}"
+    for name in after["settings"]:
+        if name not in before["settings"]:
+            yield f"{name} is given to the optimizer, and was not"
+    if before["skipped"] != after["skipped"]:
+        yield "a step is skipped that was not" if after["skipped"] else "a step is not skipped that was"
+    if before["clip_norm"] != after["clip_norm"]:
+        yield f"gradients are clipped at {after['clip_norm']} instead of {before['clip_norm']}"
+    if None not in (before["scale"], after["scale"]) and before["scale"] != after["scale"]:
+        yield f"the loss scale is {after['scale']} instead of {before['scale']}"
+    for name, value in before["counters"].items():
+        if after["counters"].get(name, value) != value:
+            yield f"{name} is {after['counters'][name]:.0f} instead of {value:.0f}"
+
+
+def _in_fp64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _value(setting: Any) -> Any:
+    return setting.clone() if isinstance(setting, torch.Tensor) else setting
+
+
+def _no_mark(name: str) -> None:
+    pass

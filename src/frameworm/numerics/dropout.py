@@ -1,0 +1,79 @@
+"""Dropout switched off for a comparison, whatever kernels would draw it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_DROPPING = (
+    "dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "feature_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+)
+_attention = functional.scaled_dot_product_attention
+
+
+class DropoutOff:
+    """Makes torch's functions that drop elements keep them all; a compiled model must be traced inside.
+
+    Random numbers that a model draws by other means are drawn as ever.
+
+    Args:
+        model: Its recurrent layers hold their own dropout.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [(layer, layer.dropout) for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+        self._patches = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Switch it off, until `stop`."""
+        for name in _DROPPING:
+            for owner in (functional, torch):
+                for spelling in (name, f"{name}_"):
+                    if hasattr(owner, spelling):
+                        self._patches.enter_context(mock.patch.object(owner, spelling, _keep))
+        self._patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attend))
+        for layer, _ in self._layers:
+            layer.dropout = 0.0
+
+    def stop(self) -> None:
+        """Put everything back."""
+        self._patches.close()
+        for layer, share in self._layers:
+            layer.dropout = share
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside it dropout is as in training."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+def _keep(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return input
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    return _attention(query, key, value, attn_mask, 0.0, *args, **options)

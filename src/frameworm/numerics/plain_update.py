@@ -1,0 +1,91 @@
+"""Whether an optimizer step did what torch's plain implementation does with the same gradient and state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from frameworm.numerics.state import Named
+
+# Implementations of one algorithm; the plain one runs with all of them off.
+_SWITCHES = ("fused", "foreach", "capturable", "differentiable")
+# Orders of operations differ by a few roundings of the value and of what is added to it.
+_ROUNDINGS = 16
+
+
+def settings_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, object]]:
+    """What the optimizer will do to each parameter: rate, decay and the like, without how that is implemented."""
+    found: dict[str, dict[str, object]] = {}
+    for group in optimizer.param_groups:
+        values = {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key != "params" and key not in _SWITCHES
+        }
+        plain: dict[str, object] = {
+            key: value for key, value in values.items() if isinstance(value, (int, float, str, tuple, type(None)))
+        }
+        found.update((names[item], plain) for item in group["params"] if item in names)
+    return found
+
+
+class PlainUpdate:
+    """A copy of an optimizer that runs torch's plain implementation on copies of its parameters.
+
+    Args:
+        optimizer: The one to be checked; it must have made its first step.
+        names: Its parameters.
+        clip_norm: The largest norm of all gradients together; None: not clipped.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], clip_norm: float | None
+    ) -> None:
+        self._given = optimizer
+        self._names = dict(names)
+        self._clip_norm = clip_norm
+
+    @torch.no_grad()
+    def errors(self, before: Named, gradients: Named, after: Named) -> dict[str, float]:
+        """For each parameter, its largest error in multiples of what rounding explains.
+
+        Args:
+            before: Parameters and optimizer state before the step, named as `StepTensors` does.
+            gradients: Unscaled and not clipped, by the parameters' names.
+            after: Parameters after the step.
+        """
+        plain = copy.deepcopy(self._given)
+        held: dict[str, nn.Parameter] = {}
+        for given, group in zip(self._given.param_groups, plain.param_groups):
+            for original, parameter in zip(given["params"], group["params"]):
+                name = self._names.get(original)
+                if name is None:
+                    continue
+                held[name] = parameter
+                parameter.copy_(before[f"parameter {name}"])
+                for key, value in plain.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        value.copy_(before[f"optimizer {name} {key}"])
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
+            group.update({switch: False for switch in _SWITCHES if switch in group})
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"] = float(group["lr"])
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(list(held.values()), self._clip_norm)
+        type(plain).step(plain)  # schedulers replace the method of the instance by one of the original
+        return {
+            name: _worst(before[f"parameter {name}"], item, after[f"parameter {name}"]) for name, item in held.items()
+        }
+
+
+def _worst(before: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference as a multiple of what rounding explains."""
+    unit = torch.finfo(before.dtype).eps
+    moved = (expected - before).abs()
+    allowed = _ROUNDINGS * unit * (before.abs() + expected.abs() + moved.max())
+    tiny = torch.finfo(torch.float32).tiny
+    return float(((found - expected).abs() / (allowed + tiny)).max()) if before.numel() else 0.0

@@ -1,0 +1,84 @@
+"""The tensors that a training step changes: copied, put back in place, and handed to another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from frameworm.numerics.sketch import dense
+
+Named = dict[str, torch.Tensor]
+
+
+class StepTensors:
+    """Live tensors by name. Values are copied into them, so that addresses which a CUDA graph knows stay valid.
+
+    Args:
+        parameters: With their names.
+        buffers: With their names.
+        optimizer: The state of its parameters is included; one that is not there yet is looked for at every call.
+        others: Gives further tensors, such as a loss scale, which may be there only later.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        buffers: Iterable[tuple[str, torch.Tensor]],
+        optimizer: torch.optim.Optimizer | None = None,
+        others: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.buffers = dict(buffers)
+        self._optimizer = optimizer
+        self._others = others
+
+    def live(self) -> Named:
+        """All tensors as they are now, not copied."""
+        found: Named = {f"parameter {name}": item.data for name, item in self.parameters.items()}
+        found.update((f"buffer {name}", item) for name, item in self.buffers.items())
+        found.update((f"other {name}", item) for name, item in self._others().items())
+        if self._optimizer is not None:
+            for name, item in self.parameters.items():
+                for key, value in self._optimizer.state.get(item, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"optimizer {name} {key}"] = value
+        return found
+
+    @torch.no_grad()
+    def copy(self) -> Named:
+        """What the tensors hold now."""
+        return {name: tensor.detach().clone() for name, tensor in self.live().items()}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Write saved values into the live tensors of the same names; others stay as they are."""
+        for name, tensor in self.live().items():
+            value = saved.get(name)
+            if value is None:
+                continue
+            if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+                value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+            tensor.copy_(value)
+
+
+def whole(saved: Mapping[str, torch.Tensor]) -> Named:
+    """Saved tensors without shards, on the CPU; all ranks must call it."""
+    return {name: dense(tensor).cpu() for name, tensor in saved.items()}
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that appears under its name only once it is complete."""
+    partial = path.with_suffix(".partial")
+    torch.save(dict(content), partial)
+    partial.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote; tensors and plain values only."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return content
