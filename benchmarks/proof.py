@@ -2,12 +2,12 @@
 
     python benchmarks/proof.py --device cpu
 
-Both sides of a trial train one of six small models (`proof_cases.py`) in lock step, as a proof does: the side before the
-change leads, the side after it follows through the same states. Three campaigns:
+Both sides of a trial train one of six small models (`proof_cases.py`) in lock step, as a proof does: the side before
+the change leads, the side after it follows through the same states. Three campaigns:
 
 - faults: the side after the change has one of 25 planted faults; none may be accepted;
-- honest: it only rounds otherwise (micro-batches, recomputed activations, precision, compiled, captured); at most 2% may
-  be refused or left open;
+- honest: it only rounds otherwise (micro-batches, recomputed activations, precision, compiled, captured); at most 2%
+  may be refused or left open;
 - same: nothing was changed; at most 1% may be taken for a change.
 
 On a GPU faults are planted into steps in fp32, in bf16 and captured in bf16. Results go to

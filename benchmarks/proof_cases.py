@@ -106,7 +106,8 @@ class Recommender(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         dense = self.bottom(rows[:, :3])
         parts = torch.stack([dense, *(table(rows[:, 3 + i].long()) for i, table in enumerate(self.tables))], 1)
-        products = (parts @ parts.transpose(1, 2))[:, *torch.triu_indices(5, 5, 1, device=rows.device)]
+        first, second = torch.triu_indices(5, 5, 1, device=rows.device)
+        products = (parts @ parts.transpose(1, 2))[:, first, second]
         return self.top(torch.cat([dense, products], 1)).squeeze(1)
 
 
