@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import RESULTS, table, tell_progress, write_results
-from proof_cases import FAULTS, HONEST, MODELS, Fault, build
+from proof_cases import FAULTS, HONEST, MODELS, REPEATING, Fault, build
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
@@ -125,6 +125,8 @@ def trials(device: str, seeds: int, same: int, compiled: bool) -> Iterator[Trial
     number = 0
     for extra, base in bases:
         for label, fault in FAULTS.items():
+            if fault.eager and "captured" in extra:
+                continue
             for model in fault.models:
                 number += 1
                 yield Trial("faults", model, number, label + extra, fault.settings, base, fault)
@@ -134,6 +136,8 @@ def trials(device: str, seeds: int, same: int, compiled: bool) -> Iterator[Trial
         for model in MODELS:
             if model == "pictures" and "accumulation" in settings.get("training", {}):
                 continue  # batch norm over fewer samples is another model
+            if label == "activation checkpointing" and model not in REPEATING:
+                continue
             if model == "tagger" and device == "cpu" and "bf16" in label:
                 continue  # not every CPU has recurrent layers in bf16
             for seed in range(1 if label in COMPILED else seeds):

@@ -178,6 +178,7 @@ def _logits_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 MODELS = ("encoder", "pictures", "tagger", "denoiser", "recommender", "llama")
+REPEATING = ("encoder", "llama")  # those with blocks of one class, whose activations can be recomputed
 RANDOM = ("encoder", "tagger", "recommender")  # those with dropout
 
 
@@ -213,14 +214,14 @@ class Fault:
         gate: What it does to the run itself.
         settings: Changes to its config.
         models: Where it makes sense.
-        draws: It shows in random draws only.
+        eager: It cannot be planted into a captured step.
     """
 
     change: Callable[[Workload, random.Random], object] = lambda workload, draw: None
     gate: type[FollowingGate] = FollowingGate
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: tuple[str, ...] = MODELS
-    draws: bool = False
+    eager: bool = False
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -473,16 +474,16 @@ FAULTS: dict[str, Fault] = {
     "twice all gradients (sum over ranks)": Fault(_scale_all(2.0)),
     "a layer frozen": Fault(_freeze),
     "a layer without gradient": Fault(_stop_gradient),
-    "weight decay of one parameter lost": Fault(gate=_LostDecay),
+    "weight decay of one parameter lost": Fault(gate=_LostDecay, eager=True),
     "one parameter in a group without decay": Fault(gate=_OtherGroup),
     "rate of the next step": Fault(gate=_Late),
     "stale weights of one layer": Fault(gate=_Stale),
-    "not clipped": Fault(gate=_Unclipped),
+    "not clipped": Fault(gate=_Unclipped, eager=True),
     "clipped at another norm": Fault(settings={"training": {"clip_norm": 0.11}}),
     "another weight decay": Fault(settings={"training": {"weight_decay": 0.02}}),
-    "dropout off": Fault(_no_dropout, models=RANDOM, draws=True),
-    "dropout a quarter": Fault(_weaker_dropout, models=RANDOM, draws=True),
-    "constant masks": Fault(_constant_masks, models=("encoder", "tagger", "recommender"), draws=True),
+    "dropout off": Fault(_no_dropout, models=RANDOM),
+    "dropout a quarter": Fault(_weaker_dropout, models=RANDOM),
+    "constant masks": Fault(_constant_masks, models=RANDOM),
     "the wrong batch": Fault(_with_inputs(lambda inputs: inputs.roll(1, 0))),
     "a batch baked into the graph": Fault(_baked_in()),
     "shifted labels": Fault(
@@ -490,7 +491,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "label smoothing": Fault(_smoothed, models=CLASSES),
     "padding counted": Fault(_padding_counts, models=("encoder",)),
-    "last micro-batch dropped": Fault(_drops_last, settings=HALVES),
+    "last micro-batch dropped": Fault(_drops_last, settings=HALVES, eager=True),
     "batch norm in evaluation mode": Fault(_norm_in_eval, models=("pictures",)),
     "another momentum of batch norm": Fault(_other_momentum, models=("pictures",)),
 }

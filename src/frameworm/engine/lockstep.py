@@ -40,8 +40,9 @@ from frameworm.parallel.strategy import Strategy
 Sketches = dict[str, torch.Tensor]
 _POLL_S = 0.005
 _SEED = 20_000
-# The rate at which updates are compared: decay that is lost at the rates of training would vanish in rounding.
-_LARGE_RATE = 1.0
+# Rates at which updates are compared: decay that is lost at the rates of training would vanish in rounding. Without a
+# gradient each step takes about this share off the parameters.
+_LARGE_RATE, _LARGE_DECAY = 1.0, 0.1
 _PERTURBATIONS = 2
 
 
@@ -80,23 +81,23 @@ class _Rates:
         self._optimizer = optimizer
         self._names = names
         self.settings: dict[str, dict[str, object]] = {}
-        self.raised = False
+        self.raised: float | None = None
 
     def before_step(self, step: int) -> None:
         self._schedule.before_step(step)
         groups = self._optimizer.param_groups
         self.settings = settings_of(self._optimizer, self._names)
-        if self.raised:
+        if self.raised is not None:
             largest = max((float(group["lr"]) for group in groups), default=0.0)
             for group in groups:
-                rate = float(group["lr"]) / largest * _LARGE_RATE if largest else _LARGE_RATE
+                rate = float(group["lr"]) / largest * self.raised if largest else self.raised
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
 
     def after_step(self) -> None:
-        if not self.raised:
+        if self.raised is None:
             self._schedule.after_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +196,11 @@ class _Lockstep(Gate):
         finally:
             self._tensors.restore(saved)
             for group, values in zip(self._optimizer.param_groups, groups):
-                group.update({key: value for key, value in values.items() if not isinstance(group[key], torch.Tensor)})
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key].copy_(value)  # a graph may know its address
+                    else:
+                        group[key] = value
             self._rates.load_state_dict(schedule)
             restore_random_state(random, self._device)
 
@@ -386,22 +391,27 @@ class FollowingGate(_Lockstep):
                 self._differences.append(text)
 
     def _compare_update(self, batch: StepBatch, state: Named, place: int) -> None:
-        """One step at a large rate, beside what torch's plain optimizer makes of the same gradient."""
+        """Steps at a large rate, with a gradient and without, beside what torch's plain optimizer makes of the same."""
         optimizer = self._eager.strategy.given(self._optimizer)
-        if not any(name.startswith("optimizer ") for name in self._tensors.live()):
-            self._own(batch, state, place)
-        self._load(state, place)
-        before = self._tensors.copy()
-        self._rates.raised = True
-        try:
-            self._own(batch, state, place)
-        finally:
-            self._rates.raised = False
-        if self._eager.update.skipped is not None and bool(self._eager.update.skipped):
-            return
+        decays = [float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups]
+        decay_rate = _LARGE_DECAY / max(decays) if max(decays, default=0.0) > 0 else _LARGE_RATE
         plain = PlainUpdate(optimizer, self._names, self._eager.update.clip_norm)
-        for name, times in plain.errors(before, self._probe.gradients, self._tensors.live()).items():
-            self._updates[name] = max(self._updates.get(name, 0.0), times)
+        for rate, passed_on, start in ((_LARGE_RATE, 1.0, state), (decay_rate, 0.0, _without_moments(state))):
+            self._load(start, place)
+            before = self._tensors.copy()
+            self._rates.raised = rate
+            self._probe.pass_on(passed_on)
+            try:
+                self._own(batch, start, place)
+                if self._eager.update.skipped is not None and bool(self._eager.update.skipped):
+                    continue
+                gradients = {name: value * passed_on for name, value in self._probe.gradients.items()}
+                errors = plain.errors(before, gradients, self._tensors.live())
+            finally:
+                self._rates.raised = None
+                self._probe.pass_on(1.0)
+            for name, times in errors.items():
+                self._updates[name] = max(self._updates.get(name, 0.0), times)
 
     def _wait_for(self, path: Path) -> dict[str, Any]:
         deadline = time.monotonic() + self.plan.wait_s
@@ -470,6 +480,18 @@ class PreciseStep:
             return None
         finally:
             model.zero_grad(set_to_none=True)
+
+
+def _without_moments(state: Named) -> Named:
+    """A state in which the optimizer remembers no gradient."""
+    shapes = {name.removeprefix("parameter "): value.shape for name, value in state.items()}
+    cleared = dict(state)
+    for name, value in state.items():
+        if name.startswith("optimizer ") and value.is_floating_point():
+            parameter = name.removeprefix("optimizer ").rpartition(" ")[0]
+            if value.shape == shapes.get(parameter) and value.dim() > 0:
+                cleared[name] = torch.zeros_like(value)
+    return cleared
 
 
 def _without_optimizer(state: Named) -> Named:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from frameworm.numerics.state import Named
 # Implementations of one algorithm; the plain one runs with all of them off.
 _SWITCHES = ("fused", "foreach", "capturable", "differentiable")
 # Orders of operations differ by a few roundings of the value and of what is added to it.
-_ROUNDINGS = 16
+_ROUNDINGS = 8
+_UNIT = 2.0**-24
 
 
 def settings_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, object]]:
@@ -57,6 +58,18 @@ class PlainUpdate:
             gradients: Unscaled and not clipped, by the parameters' names.
             after: Parameters after the step.
         """
+        expected = self._updated(before, gradients, 1.0)
+        # A constant such as 1 - beta may be computed from settings that were rounded to fp32.
+        nearby = [self._updated(before, gradients, 1 + sign * _UNIT) for sign in (-1, 1)]
+        return {
+            name: _worst(
+                before[f"parameter {name}"], value, [item[name] for item in nearby], after[f"parameter {name}"]
+            )
+            for name, value in expected.items()
+        }
+
+    def _updated(self, before: Named, gradients: Named, factor: float) -> Named:
+        """The parameters after a plain step, whose settings are multiplied by a number close to one."""
         plain = copy.deepcopy(self._given)
         held: dict[str, nn.Parameter] = {}
         for given, group in zip(self._given.param_groups, plain.param_groups):
@@ -72,20 +85,30 @@ class PlainUpdate:
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
             group.update({switch: False for switch in _SWITCHES if switch in group})
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"] = float(group["lr"])
+            group.update({key: _scaled(value, factor) for key, value in group.items() if key != "params"})
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(list(held.values()), self._clip_norm)
         type(plain).step(plain)  # schedulers replace the method of the instance by one of the original
-        return {
-            name: _worst(before[f"parameter {name}"], item, after[f"parameter {name}"]) for name, item in held.items()
-        }
+        return {name: item.detach() for name, item in held.items()}
 
 
-def _worst(before: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> float:
+def _scaled(setting: object, factor: float) -> object:
+    """A setting times a number; switches and names stay."""
+    if isinstance(setting, torch.Tensor) and setting.numel() == 1:
+        setting = float(setting)
+    if isinstance(setting, float):
+        return setting * factor
+    return tuple(_scaled(item, factor) for item in setting) if isinstance(setting, tuple) else setting
+
+
+def _worst(before: torch.Tensor, expected: torch.Tensor, nearby: Sequence[torch.Tensor], found: torch.Tensor) -> float:
     """The largest difference as a multiple of what rounding explains."""
+    if not before.numel():
+        return 0.0
     unit = torch.finfo(before.dtype).eps
     moved = (expected - before).abs()
     allowed = _ROUNDINGS * unit * (before.abs() + expected.abs() + moved.max())
+    for other in nearby:
+        allowed = allowed + 2 * (other - expected).abs()
     tiny = torch.finfo(torch.float32).tiny
-    return float(((found - expected).abs() / (allowed + tiny)).max()) if before.numel() else 0.0
+    return float(((found - expected).abs() / (allowed + tiny)).max())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from frameworm.engine.step.rates import DeviceRates
 from frameworm.engine.step.static_batch import StaticInputs, own_copy, signature
 from frameworm.engine.step.step import StepResult, TrainStep
 from frameworm.errors import DeviceError
+from frameworm.observe.clocks.compiling import compilations_so_far
 from frameworm.observe.clocks.phases import StepClock
 from frameworm.parallel.strategy import Strategy
 
@@ -35,6 +37,7 @@ MAX_SHAPES = 32
 EAGER_STEPS = 2  # the very first makes the optimizer's state; compiling and autotuning may take another
 SHARES_EVERY, SHARES_SELDOM = 64, 1024  # replays between two looks at a graph's phases: each look waits for the device
 MAX_CHANGES = 3
+MAX_WARM_UPS = 4
 CLEARLY_FASTER = 0.97
 
 
@@ -43,6 +46,7 @@ class _Shape:
 
     def __init__(self) -> None:
         self.warm = False
+        self.warmed = 0
         self.replays = self.look_at = 0
         self.figures = KeptFigures()
         self.eager_only = False
@@ -114,7 +118,7 @@ class CapturedStep:
                 return self.eager.run(step, batch)
             if not shape.warm:
                 shape.warm = True
-                return self._warm_up(step, batch)
+                return self._warm_up(shape, step, batch)
             if not self._capture(shape, step, batch):
                 return self.eager.run(step, batch)
         return self._replay(shape, step, batch)
@@ -134,9 +138,11 @@ class CapturedStep:
                 shape.eager_only = self._crowded = True
         return shape
 
-    def _warm_up(self, step: int, batch: StepBatch) -> StepResult:
+    def _warm_up(self, shape: _Shape, step: int, batch: StepBatch) -> StepResult:
         """The eager step before a shape is recorded: on the way that will be recorded, on which nothing may wait."""
         update = self.update
+        shape.warmed += 1
+        compiled = _compilations()
         if self._rates is None:
             self._rates = DeviceRates(update.optimizer)
             self._one_pass = update.find_one_pass()
@@ -156,7 +162,9 @@ class CapturedStep:
             return self.eager.run(step, batch)
         update.one_pass = None
         update.end_step()
-        if waits:
+        if waits and _compilations() > compiled and shape.warmed < MAX_WARM_UPS:
+            shape.warm = False  # the compiler waited, not the step: warm up once more
+        elif waits:
             self._refuse(f"the host waits for the device inside the step ({waits[0]})")
         return result
 
@@ -321,6 +329,10 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
             yield
     finally:
         before.wait_stream(stream)
+
+
+def _compilations() -> int:
+    return compilations_so_far() if "torch._dynamo" in sys.modules else 0  # asking would load the compiler
 
 
 def _no_mark(name: str) -> None:

@@ -22,8 +22,15 @@ class GradientProbe:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
+        devices = {parameter.device for parameter in parameters.values()}
+        self._passed_on = {device: torch.ones((), device=device) for device in devices}
         self._kept: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, torch.Tensor] = {}
+
+    def pass_on(self, factor: float) -> None:
+        """Multiply the gradients with this before the update, also in a graph that was recorded before."""
+        for tensor in self._passed_on.values():
+            tensor.fill_(factor)
 
     @torch.no_grad()
     def __call__(self, factor: torch.Tensor | None, scale: torch.Tensor | None, update: Update) -> None:
@@ -44,6 +51,8 @@ class GradientProbe:
             for part in parts[1:]:
                 kept.add_(part)
             self.gradients[name] = _multiplied(kept, factor, scale)
+            for part in parts:
+                part.mul_(self._passed_on[parameter.device])
 
 
 def _multiplied(gradient: torch.Tensor, factor: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
