@@ -430,6 +430,114 @@ def test_failure_of_one_rank_is_torchruns_failure(tmp_path: Path) -> None:
     assert "exitcode  : 5" in done.stderr
 
 
+# Two ranks in one process group; rank 1 sleeps, which rank 0 waits for. Clipping is bound by name when the child
+# imports the script, before the child gets its work.
+OWN_RANKS = """
+    import sys, time
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    from torch import nn
+    from torch.nn.utils import clip_grad_norm_
+    from torch.utils.data import DataLoader, TensorDataset
+
+
+    def work(rank, meeting):
+        dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + meeting)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (inputs,) in DataLoader(TensorDataset(torch.ones(80, 8)), 4):
+            time.sleep(0.05 * rank)
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        dist.destroy_process_group()
+
+
+    if __name__ == "__main__":
+        method, meeting = sys.argv[1:]
+        if method == "torch":
+            mp.spawn(work, (meeting,), nprocs=2)
+        else:
+            ranks = [mp.get_context(method).Process(target=work, args=(rank, meeting)) for rank in range(2)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
+        print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", ["torch", "spawn", "fork", "forkserver"])
+def test_ranks_that_the_script_starts_share_a_folder(method: str, cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, OWN_RANKS)
+    done = cli("profile", "--out", tmp_path / "run", script, method, tmp_path / "meeting", timeout_s=LONG_S)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    summary, first = assert_complete(tmp_path / "run", ranks=2)
+    second = read_steps(tmp_path / "run" / "steps-rank1.jsonl")
+    assert len(first) == len(second) == summary["steps"] == 20
+    assert summary["status"] == "completed"
+    assert summary["strategy"] == "ddp"
+    assert summary["parameters"] == 18
+    assert summary["batch"] == {"micro": 4, "accumulation": 1, "world_size": 2, "global": 8}
+    assert summary["communication"]["bytes_per_step"] == 72
+    assert summary["communication"]["slowest_rank"] == 1
+    assert summary["unseen"] == []
+    assert summary["environment"]["torch"]
+    assert summary["wall_s"] > sum(step.step_s for step in second) > 19 * 0.05
+
+
+@pytest.mark.slow
+def test_processes_that_train_apart_are_counted(cli: Cli, tmp_path: Path) -> None:
+    """Without a process group, as in Hogwild training, the first process to train is the one observed."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+        import torch.multiprocessing as mp
+        from torch import nn
+
+
+        def work(steps):
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(steps):
+                model(torch.ones(3, 4)).sum().backward()
+                optimizer.step()
+            if steps == 13:
+                raise ValueError("mine")
+
+
+        if __name__ == "__main__":
+            for steps in (12, 13, 14):
+                process = mp.get_context("spawn").Process(target=work, args=(steps,))
+                process.start()
+                process.join()
+        """,
+    )
+    plain = plainly(script)
+    done = cli("profile", "--out", tmp_path / "run", script, timeout_s=LONG_S)
+    assert done.returncode == plain.returncode == 0
+    assert done.stderr.startswith(plain.stderr)  # the child's traceback, none of our frames in it
+    summary, steps = assert_complete(tmp_path / "run")
+    assert len(steps) == summary["steps"] == 12
+    assert summary["batch"]["world_size"] == 1
+    assert any(note.startswith("2 more processes trained") for note in summary["notes"])
+
+
+def test_ranks_that_cannot_be_followed_are_for_torchrun(cli: Cli, tmp_path: Path) -> None:
+    script = write(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'pass'], check=True)\n")
+    done = cli("profile", "--out", tmp_path / "run", script, "--lr", "a b")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    notes = " ".join(summary["notes"])
+    assert f"torchrun --nproc-per-node N --no-python frameworm profile {script} --lr 'a b'" in notes
+    assert "train longer" not in notes
+    assert "train longer" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [("--trace-schedule", "1,1,1"), ("--operators", "3"), *(("--trace", "--trace-schedule", bad) for bad in BAD)],

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frameworm.attach.children import Children, around_bootstrap
 from frameworm.attach.ranks import SharedFolder, who_am_i
-from frameworm.attach.record import Surroundings, judge_record, record_of
+from frameworm.attach.record import Surroundings, judge_record, leave_surroundings, record_of, take_surroundings
 from frameworm.attach.script import AfterImport, Ending, check_script, run_script
 from frameworm.errors import FramewormError, RunFolderError
-from frameworm.records.schema import Memory, RunRecord
+from frameworm.launch.environment import ProcessInfo
+from frameworm.records.schema import Memory, RunRecord, StepRecord
+from frameworm.records.store import RunFolder
 from frameworm.records.writer import JsonLinesWriter
 
 if TYPE_CHECKING:
@@ -32,93 +37,80 @@ if TYPE_CHECKING:
 SYSTEM_INTERVAL_S = 1.0
 
 
-class Attachment:
-    """One script under observation.
+class Observer:
+    """Observes the training in one process.
 
     Args:
         script: The Python file.
-        out: Run folder; runs/profile-<script>-<time> unless given.
         steps: Observe no more than so many steps.
         nvtx: Name the phases for Nsight Systems.
         trace: Record a few steps with torch.profiler too.
         schedule: When to record: steps to wait, to warm up and to record, and how often; the usual ones unless given.
         operators: Operators in each list of the trace's summary.
-
-    Raises:
-        EnvironmentSetupError: There is no such script.
-        RunFolderError: The folder cannot be used.
     """
 
     def __init__(
         self,
         script: Path,
+        process: ProcessInfo,
         *,
-        out: Path | None = None,
         steps: int | None = None,
         nvtx: bool = False,
         trace: bool = False,
         schedule: Sequence[int] = (),
         operators: int | None = None,
     ) -> None:
-        check_script(script)
-        self.process, note = who_am_i()
+        self.process = process
         self._name = f"profile-{script.stem}"
         self._script = str(script.absolute())
-        self._shared = SharedFolder(self.process, out, self._name)
         self._steps = steps
         self._nvtx = nvtx
         self._trace = trace
         self._schedule = schedule
         self._operators = operators
-        self._notes: list[str] = [] if note is None else [note]
+        self._notes: list[str] = []
         self._status = "failed"
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._begin_s = time.monotonic()
         self._wall_s: float | None = None
         self._pid = os.getpid()
         self._finder = AfterImport("torch", self._attach)
         self._later: list[AfterImport] = []
+        self._children: Children | None = None
         self._watch: Watch | None = None
         self._patches: Patches | None = None
         self._writer: JsonLinesWriter | None = None
         self._sampler: SystemSampler | None = None
         self._window: TraceWindow | None = None
 
-    def run(self, script: Path, arguments: Sequence[str]) -> Ending:
-        """Run the script to its end; `finish` is to be called when the process has nothing more to do."""
-        self._begin_s = time.monotonic()
-        self._finder.arm()
-        ending = run_script(script, arguments)
-        self._wall_s = time.monotonic() - self._begin_s
-        self._status = ending.status
-        return ending
+    def folder(self) -> RunFolder:
+        """The run folder, which may have to be waited for."""
+        raise NotImplementedError
 
-    def finish(self) -> RunRecord | None:
-        """Stop observing and write the summary; the record on rank 0, None elsewhere and in forked children."""
-        if os.getpid() != self._pid:
-            return None
+    def follow_children(self) -> None:
+        """Observe the processes that this one starts, as long as it has not trained itself."""
+        settings = {
+            "script": self._script,
+            "folder": str(self.folder().path),
+            "steps": self._steps,
+            "nvtx": self._nvtx,
+            "trace": self._trace,
+            "schedule": list(self._schedule),
+            "operators": self._operators,
+        }
+
+        def may_train() -> bool:
+            return self._watch is None or (self._watch.steps == 0 and not self._watch.is_loading)
+
+        def begin() -> Callable[[], None]:
+            self._disarm()
+            return Child.begin(settings).finish
+
+        self._children = Children(settings, may_train, begin)
+        self._children.arm()
+
+    def _disarm(self) -> None:
         for finder in (self._finder, *self._later):
             finder.disarm()
-        self._detach()
-        shared = self._shared
-        if self.process.rank > 0:
-            shared.done()
-            return None
-        missing = shared.wait_for_ranks(2.0 if self._status == "failed" else 10.0)
-        if missing:
-            self._notes.append(f"rank {', '.join(map(str, missing))} had not ended yet when the summary was written")
-        folder = shared.find()
-        record, series = record_of(folder, self._around())
-        judge_record(record, folder)
-        try:
-            from frameworm.report.run.html import render_html
-            from frameworm.report.run.text import render_text
-
-            folder.write_report(render_html(record, series))
-            folder.write_summary(record, render_text(record))
-        except FramewormError as error:
-            record.notes.append(str(error))
-        return record
 
     def _attach(self) -> None:
         """The script has imported torch: begin to watch. Nothing that fails here may reach the script."""
@@ -127,9 +119,8 @@ class Attachment:
             from frameworm.attach.libraries import watch_libraries
             from frameworm.attach.watch import Watch
 
-            folder = self._shared.find()
-            self._writer = JsonLinesWriter(folder.steps(self.process.rank))
-            self._watch = Watch(self._writer.write, self._steps, self._nvtx, self._after_step)
+            self.folder()
+            self._watch = Watch(self._write, self._steps, self._nvtx, self._after_step)
             self._patches = install(self._watch)
             self._later = watch_libraries(self._patches, self._watch)
         except Exception as error:
@@ -139,6 +130,8 @@ class Attachment:
         """Called by the watch, which takes care of errors."""
         assert self._watch is not None
         if number == 1:
+            self._claim_rank()
+        if number == 1 and self._watch.active:
             # Only now is it known which device the script uses, and that nobody else has to wake it.
             self._begin_sampling()
             self._begin_looking()
@@ -149,6 +142,22 @@ class Attachment:
             if self._window.running:
                 self._watch.left_out.add(number + 1)
 
+    def _claim_rank(self) -> None:
+        """Begin the file of this rank; if another process has it, stop."""
+        assert self._watch is not None
+        path = self.folder().steps(self.process.rank)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            self._watch.stop()
+            (path.parent / f".left-out-{self._pid}").touch()
+            return
+        self._writer = JsonLinesWriter(path)
+
+    def _write(self, step: StepRecord) -> None:
+        if self._writer is not None:
+            self._writer.write(step)
+
     def _begin_sampling(self) -> None:
         from frameworm.observe.system.sampler import SystemSampler
 
@@ -157,7 +166,7 @@ class Attachment:
         self._sampler = SystemSampler(
             watch.facts.get("device", "cpu"),
             SYSTEM_INTERVAL_S,
-            self._shared.find().path / f"system-rank{self.process.rank}.jsonl",
+            self.folder().path / f"system-rank{self.process.rank}.jsonl",
             whole_machine=self.process.local_rank == 0,
             steps_done=lambda: watch.steps,
         )
@@ -183,7 +192,7 @@ class Attachment:
         device = torch.device(self._watch.facts.get("device", "cpu"))
         schedule = Schedule(*self._schedule)
         self._window = TraceWindow(device, self.process.rank, self._steps, schedule, self._operators or TOP)
-        self._window.folder = self._shared.find().path
+        self._window.folder = self.folder().path
 
     def _give_up(self, error: Exception) -> None:
         self._notes.append(f"the script was not observed: {type(error).__name__}: {error}")
@@ -221,8 +230,6 @@ class Attachment:
         if self._window is not None and self._window.note is not None:
             self._notes.append(f"{self._window.note}; the figures here leave them out")
         if self._watch is None:
-            if "torch" not in sys.modules:
-                self._notes.append("the script has not imported torch")
             return around
         around.facts = self._watch.facts
         with contextlib.suppress(Exception):
@@ -262,3 +269,142 @@ class Attachment:
                 total_bytes=torch.cuda.get_device_properties(device).total_memory,
                 host_peak_bytes=host_bytes,
             )
+
+
+class Attachment(Observer):
+    """One script under observation, in the process that runs it.
+
+    Args:
+        script: The Python file.
+        out: Run folder; runs/profile-<script>-<time> unless given.
+        settings: As of `Observer`.
+
+    Raises:
+        EnvironmentSetupError: There is no such script.
+        RunFolderError: The folder cannot be used.
+    """
+
+    def __init__(self, script: Path, *, out: Path | None = None, **settings: Any) -> None:
+        check_script(script)
+        process, note = who_am_i()
+        super().__init__(script, process, **settings)
+        self._shared = SharedFolder(process, out, self._name)
+        self._notes += [] if note is None else [note]
+        self._command = f"frameworm profile {script}"
+
+    def folder(self) -> RunFolder:
+        """The run folder, which rank 0 makes."""
+        return self._shared.find()
+
+    def run(self, script: Path, arguments: Sequence[str]) -> Ending:
+        """Run the script to its end; `finish` is to be called when the process has nothing more to do."""
+        begin_s = time.monotonic()
+        self._command = shlex.join(["frameworm", "profile", str(script), *arguments])
+        self._finder.arm()
+        if self.process.world_size == 1:
+            self.follow_children()
+        ending = run_script(script, arguments)
+        self._wall_s = time.monotonic() - begin_s
+        self._status = ending.status
+        return ending
+
+    def finish(self) -> RunRecord | None:
+        """Stop observing and write the summary; the record on rank 0, None elsewhere and in forked children."""
+        if os.getpid() != self._pid:
+            return None
+        self._disarm()
+        if self._children is not None:
+            self._children.disarm()
+            self._children.join()
+        self._detach()
+        shared = self._shared
+        if self.process.rank > 0:
+            shared.done()
+            return None
+        missing = shared.wait_for_ranks(2.0 if self._status == "failed" else 10.0)
+        if missing:
+            self._notes.append(f"rank {', '.join(map(str, missing))} had not ended yet when the summary was written")
+        folder = shared.find()
+        record, series = record_of(folder, self._around_all(folder))
+        judge_record(record, folder)
+        try:
+            from frameworm.report.run.html import render_html
+            from frameworm.report.run.text import render_text
+
+            folder.write_report(render_html(record, series))
+            folder.write_summary(record, render_text(record))
+        except FramewormError as error:
+            record.notes.append(str(error))
+        return record
+
+    def _around_all(self, folder: RunFolder) -> Surroundings:
+        """The surroundings of the process that trained, which may be a child of this one."""
+        around = self._around()
+        left = take_surroundings(folder)
+        left_out = list(folder.path.glob(".left-out-*"))
+        if left_out:
+            self._notes.append(
+                f"{len(left_out)} more process{'es' * (len(left_out) > 1)} trained, apart from those observed; the "
+                "figures leave them out"
+            )
+        for path in left_out:
+            path.unlink(missing_ok=True)
+        if self._watch is not None and self._watch.steps:
+            return around
+        if left is not None:
+            notes = [*self._notes, *left.notes]
+            return replace(left, status=self._status, started=self._started, wall_s=self._wall_s, notes=notes)
+        if not folder.step_files():
+            if "torch" not in sys.modules:
+                self._notes.append("the script has not imported torch")
+            self._notes.append(
+                "no training step was seen, here or in processes started with multiprocessing; if the script starts "
+                "its ranks in another way, let torchrun start them: torchrun --nproc-per-node N --no-python "
+                + self._command
+            )
+        return around
+
+
+class Child(Observer):
+    """A process that the script under observation started with multiprocessing.
+
+    Its rank is known when it trains: that of its process group. Without one, the first child to train is observed.
+    """
+
+    def __init__(self, folder: RunFolder, script: Path, **settings: Any) -> None:
+        super().__init__(script, ProcessInfo(), **settings)
+        self._folder = folder
+
+    @classmethod
+    def begin(cls, settings: Mapping[str, Any]) -> Child:
+        """Begin to observe this process with the settings of its parent."""
+        given = dict(settings)
+        child = cls(RunFolder(given.pop("folder")), Path(given.pop("script")), **given)
+        child._finder.arm()
+        child.follow_children()
+        return child
+
+    def folder(self) -> RunFolder:
+        """The run folder of the parent."""
+        return self._folder
+
+    def end_with_process(self) -> None:
+        """Finish when multiprocessing has run what this process was started for."""
+        around_bootstrap(lambda _: self.finish if os.getpid() == self._pid else None)
+
+    def finish(self) -> None:
+        """Stop observing; leave for the parent what it cannot see from outside."""
+        self._disarm()
+        if self._children is not None:
+            self._children.disarm()
+        self._detach()
+        if self._watch is not None and self._writer is not None:
+            leave_surroundings(self._folder, self.process.rank, self._around())
+
+    def _claim_rank(self) -> None:
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self.process = ProcessInfo(rank, rank, world_size, world_size, launcher="spawn")
+        super()._claim_rank()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from frameworm.errors import RunFolderError
+from frameworm.records.atomic import write_atomic
 from frameworm.records.observations import OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
 from frameworm.records.schema import (
@@ -21,11 +24,13 @@ from frameworm.records.schema import (
     RunRecord,
     StepRecord,
     compute_ratio_of,
+    json_ready,
 )
 from frameworm.records.series import SeriesPoint
 from frameworm.records.statistics import StepAggregate
 from frameworm.records.store import RunFolder
 from frameworm.records.trace import TraceSummary
+from frameworm.records.typed import read_record
 from frameworm.records.writer import StepReader
 
 EXPOSED = "communication_exposed"
@@ -42,13 +47,29 @@ class Surroundings:
     world_size: int = 1
     started: str | None = None
     wall_s: float | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
     system: SystemSummary | None = None
     compilation: Compilation | None = None
     other_time: OtherTime | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def leave_surroundings(folder: RunFolder, rank: int, around: Surroundings) -> None:
+    """Write down what a child process knows about its run beside its steps."""
+    write_atomic(folder.path / f".rank{rank}-end", json.dumps(json_ready(dataclasses.asdict(around))))
+
+
+def take_surroundings(folder: RunFolder) -> Surroundings | None:
+    """Read and remove what child processes have left; that of the lowest rank counts."""
+    around = None
+    for rank in folder.step_files():
+        path = folder.path / f".rank{rank}-end"
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            around = around or read_record(Surroundings, read_json(path))
+        path.unlink(missing_ok=True)
+    return around
 
 
 class _Rank:

@@ -102,6 +102,11 @@ class Watch:
         """Whether a step is going on, in no phase; may be asked by any thread."""
         return self._finder.begun and not self._finder.phases
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a loader is at work, such as one that starts its workers."""
+        return self._finder.phase == DATA_WAIT
+
     def stop(self) -> None:
         """See nothing from now on."""
         self.active = False

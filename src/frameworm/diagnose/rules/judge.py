@@ -124,6 +124,8 @@ def judge(
 
 def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = None) -> Judgement:
     """The judgement of gathered facts."""
+    if facts.record.steps == facts.measured_steps == 0:
+        return Judgement(INCONCLUSIVE, notes=["inconclusive: no training step was seen"])
     if facts.measured_steps < FEWEST_STEPS:
         return Judgement(
             INCONCLUSIVE,

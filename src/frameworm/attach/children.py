@@ -1,0 +1,131 @@
+"""Follows the processes that a script starts with multiprocessing, whatever the start method.
+
+A forked child has everything of its parent. A spawned child, or one of the fork server, first unpickles what its parent
+sent: the observation travels with it and begins before the child imports the script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from frameworm.attach.script import AfterImport
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+# Runs in a child that has imported nothing yet, with the import path that multiprocessing is about to give it.
+_BEGIN = """
+import sys
+before, sys.path = sys.path, {path!r}
+try:
+    from frameworm.attach.attach import Child
+    Child.begin({settings!r}).end_with_process()
+except Exception:
+    pass
+finally:
+    sys.path = before
+"""
+
+
+class Children:
+    """Hands the observation on to child processes until `disarm`.
+
+    Args:
+        settings: What a child needs to know, as plain data.
+        wanted: Says whether a child that starts now may be one that trains.
+        begin: Begins the observation in a forked child; returns what ends it.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        wanted: Callable[[], bool],
+        begin: Callable[[], Callable[[], None]],
+    ) -> None:
+        self._settings = dict(settings)
+        self._wanted = wanted
+        self._begin = begin
+        self._pid = os.getpid()
+        self._finders = [
+            AfterImport("multiprocessing.process", self._follow_forks),
+            AfterImport("multiprocessing.spawn", self._follow_spawns),
+        ]
+
+    def arm(self) -> None:
+        """Begin; a script that never imports multiprocessing is left alone."""
+        for finder in self._finders:
+            finder.arm()
+
+    def disarm(self) -> None:
+        """Follow no more children."""
+        self._wanted = lambda: False
+        for finder in self._finders:
+            finder.disarm()
+
+    def join(self) -> None:
+        """Wait for the children that Python itself would wait for at exit."""
+        if "multiprocessing.process" in sys.modules:
+            from multiprocessing.process import active_children
+
+            for child in active_children():
+                if not child.daemon:
+                    child.join()
+
+    def _follow_forks(self) -> None:
+        def start(process: Any) -> Callable[[], None] | None:
+            forked_from_here = os.getpid() != self._pid and process._parent_pid == self._pid
+            if not (forked_from_here and self._wanted()):
+                return None
+            self.disarm()  # what was forked along belongs to the parent
+            return self._begin()
+
+        around_bootstrap(start)
+
+    def _follow_spawns(self) -> None:
+        from multiprocessing import spawn
+
+        original = spawn.get_preparation_data
+
+        def get_preparation_data(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            data = original(*args, **kwargs)
+            if os.getpid() == self._pid and self._wanted():
+                data["frameworm"] = _Begin(_BEGIN.format(path=[*sys.path, _ROOT], settings=self._settings))
+            return data
+
+        spawn.get_preparation_data = get_preparation_data
+
+
+class _Begin:
+    """Runs code when it is unpickled; a child that cannot import frameworm does not notice."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str, dict[str, Any]]]:
+        return exec, (self._code, {})
+
+
+def around_bootstrap(start: Callable[[Any], Callable[[], None] | None]) -> None:
+    """Call `start` with each process object as its child process begins, and what it returns at the child's end."""
+    from multiprocessing.process import BaseProcess
+
+    kind: Any = BaseProcess
+    original = kind._bootstrap
+
+    def _bootstrap(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end = None
+        try:
+            end = start(self)
+        except Exception as error:
+            print(f"frameworm: {self.name} is not observed: {type(error).__name__}: {error}", file=sys.stderr)
+        code = original(self, *args, **kwargs)
+        if end is not None:
+            try:
+                end()
+            except Exception as error:
+                print(f"frameworm: {self.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return code
+
+    kind._bootstrap = _bootstrap
