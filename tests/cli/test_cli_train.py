@@ -481,3 +481,14 @@ def test_the_script_trains_alone_and_under_torchrun(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     world_size = 2 if launcher else 1
     assert (summary["batch"]["world_size"], summary["batch"]["global"]) == (world_size, 32)
+
+
+def test_a_run_that_could_save_nothing_exits_with_1(tmp_path: Path) -> None:
+    """No file may be larger than 1 MiB, and the state is."""
+    words = [f"--set={item}" for item in (*TINY, "model.dim_feedforward=8192", "training.max_steps=2")]
+    command = [sys.executable, "-m", "frameworm", "train", "-c", str(QUICKSTART), "--out", str(tmp_path / "run")]
+    limited = ["bash", "-c", 'ulimit -f 1024; exec "$@"', "bash", *command, *words]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "trained 2 steps, but no checkpoint was written: the checkpoint of step 2 could not" in done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"

@@ -139,7 +139,8 @@ def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str 
     if reported_by_launcher():
         end_at_once_on_interrupt()
     from frameworm.engine.run import run
-    from frameworm.errors import TrainingInterruptedError, TrainingPreemptedError
+    from frameworm.engine.summary import why_failed
+    from frameworm.errors import TrainingFailedError, TrainingInterruptedError, TrainingPreemptedError
     from frameworm.launch.failures import worker_errors
     from frameworm.launch.process_group import cleanup
 
@@ -160,6 +161,8 @@ def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str 
         if leads:
             _show(record, as_json)
         cleanup()
+        if record.status != "completed":
+            raise TrainingFailedError(why_failed(record))
     return 0
 
 

@@ -100,6 +100,9 @@ class TrainingSession:
     def run(self) -> RunRecord:
         """Train to the end.
 
+        A run that was to save its state and could not, not even once, is returned as `failed`: the trained model is in
+        memory, and its owner may still save it.
+
         Raises:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
             TrainingPreemptedError: SIGTERM, after the state was saved.
@@ -238,6 +241,8 @@ class TrainingSession:
         if self._store is not None:
             # Before the ranks meet: rank 0, whose store they all ask, does not leave while another still waits.
             self._store.close() if whole else self._store.abandon()
+            if status == "completed" and self._store.failed_wholly:
+                status = "failed"
         output, parts, protection = self._output, self._parts, self._protection
         self.record.system = output.sampler.stop()
         aggregate = output.tally.aggregate

@@ -14,6 +14,7 @@ from frameworm.config.schema import Config
 from frameworm.diagnose.rules.judge import apply_judgement, judge
 from frameworm.diagnose.targets import grade_targets
 from frameworm.engine.checkpoint.progress import Progress
+from frameworm.engine.checkpoint.store import SAVE_FAILED
 from frameworm.errors import MemoryLimitError, TrainingInterruptedError, TrainingPreemptedError
 from frameworm.hardware.host import host_peak_bytes, memory_total_bytes
 from frameworm.observe.clocks.phases import COMMUNICATION_EXPOSED
@@ -197,11 +198,27 @@ def stop_error(record: RunRecord) -> TrainingInterruptedError | TrainingPreempte
     where = "nothing was saved (no run folder)"
     if record.run_dir is not None:
         where = f"saved after step {record.steps} in {record.run_dir}"
+        if problem := _save_problem(record):
+            where = f"in {record.run_dir} the {problem}"
     if record.stop_reason == "memory":
         reasons = [note for note in record.notes if "max_memory_percent" in note]
         return MemoryLimitError(f"{reasons[-1] if reasons else 'beyond memory.max_memory_percent'}; {where}", record)
     kind = TrainingInterruptedError if record.status == "interrupted" else TrainingPreemptedError
     return kind(f"{record.status}: {where}", record)
+
+
+def why_failed(record: RunRecord) -> str:
+    """Why a run that trained to its end has failed all the same."""
+    return (
+        f"trained {record.steps} steps, but no checkpoint was written: the {_save_problem(record)}; give a folder that "
+        f"can be written to (--out), or make room in {record.run_dir}"
+    )
+
+
+def _save_problem(record: RunRecord) -> str | None:
+    """What kept the last checkpoint from being written, if the run has none."""
+    problems = [note for note in record.notes if SAVE_FAILED in note]
+    return problems[-1].removeprefix("the ") if problems and not record.checkpoint.count else None
 
 
 def flatten_notes(*groups: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
+from frameworm.engine.summary import why_failed
 from frameworm.errors import ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord
+
+log = logging.getLogger("frameworm")
 
 
 class Trainer:
@@ -155,7 +159,10 @@ class Trainer:
             sets_backend=self._sets_backend,
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
-            return run_job(build_job(as_python_run(self._config, self.model), given))
+            record = run_job(build_job(as_python_run(self._config, self.model), given))
+        if record.status == "failed":
+            log.error("%s", why_failed(record))
+        return record
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler, every = self._scheduler, self._config.training.schedule_every

@@ -33,7 +33,7 @@ from frameworm.engine.settings import apply_settings
 from frameworm.errors import CheckpointError, MissingPackageError, RunFolderError, TrainingPreemptedError
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.models.workloads import load_weights
-from frameworm.records.schema import EpochRecord
+from frameworm.records.schema import EpochRecord, StepRecord
 
 
 def _train(
@@ -74,6 +74,44 @@ def test_storage_that_fails_is_in_the_summary_and_training_ends_well(
     assert any("step 12 could not be written: No space left on device (2 could" in note for note in summary["notes"])
     assert record.checkpoint.stall_s > 0
     assert _steps(tmp_path / "run") == [4, 16]
+
+
+def test_a_run_that_could_save_nothing_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from frameworm.engine.checkpoint import rank_writer
+
+    def never(*args: Any, **more: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    expected, _ = _train(tmp_path / "well", every_steps=4, mode="sync")
+    monkeypatch.setattr(rank_writer, "write_file", never)
+    found, record = _train(tmp_path / "run", every_steps=4, mode="sync")
+    assert torch.equal(expected, found)  # the model is trained, and can still be saved by hand
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["checkpoint"]["count"]) == ("failed", 0)
+    assert record.status == "failed"
+    assert "no checkpoint was written: the checkpoint of step 16 could not be written: No space" in caplog.text
+
+
+def test_a_stopped_run_does_not_say_that_it_saved_what_it_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from frameworm.engine.checkpoint import rank_writer
+
+    class Stop(Callback):
+        def on_step(self, step: StepRecord) -> None:
+            if step.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def never(*args: Any, **more: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_writer, "write_file", never)
+    with pytest.raises(TrainingPreemptedError, match="could not be written: No space left") as stopped:
+        _train(tmp_path / "run", every_steps=None, mode="sync", callbacks=[Stop()])
+    assert "saved after" not in str(stopped.value)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "preempted"
 
 
 def test_the_best_epoch_is_saved_and_stays(tmp_path: Path) -> None:

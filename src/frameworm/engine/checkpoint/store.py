@@ -35,6 +35,7 @@ from frameworm.records.schema import CheckpointStatistics
 
 log = logging.getLogger("frameworm")
 PATIENCE_S = 60.0  # how long training waits for a checkpoint being written before it does without the next one
+SAVE_FAILED = "could not be written"
 _WORTH_SAYING_S = 1.0
 _END_S = 600.0  # and at the end of the run
 _ABANDON_S = 30.0
@@ -345,9 +346,9 @@ class CheckpointStore:
             return
         self.failed += 1
         which = "the last checkpoint" if step is None else f"checkpoint of step {step}"
-        self.problem = f"{which} could not be written: {problem}"
+        self.problem = f"{which} {SAVE_FAILED}: {problem}"
         if self._reports.rank == 0:
-            log.warning("%s; the one before it stays the latest, and training goes on", self.problem)
+            log.warning("%s; the one before it, if any, stays the latest, and training goes on", self.problem)
 
     def _measure_gap(self, step: int, at: float) -> None:
         """A crash between two checkpoints costs the steps since the first of them."""
@@ -371,6 +372,11 @@ class CheckpointStore:
         if self._stored is not None and step > self._stored[0]:  # the last save failed
             self._measure_gap(step, perf_counter())
         return CheckpointStatistics(self.count, self.stall_s, self.save_s, self._gap_steps, self._gap_s)
+
+    @property
+    def failed_wholly(self) -> bool:
+        """Whether saves were asked for and none of them was written."""
+        return self.failed > 0 and self.count == 0
 
     def all_notes(self) -> list[str]:
         """What the summary must say about checkpoints."""
