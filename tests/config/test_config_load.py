@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from frameworm.config.load import default_cache_dir, dump_config, load_config, load_config_from_mapping
+from frameworm.config.load import (
+    default_cache_dir,
+    dump_config,
+    load_config,
+    load_config_from_mapping,
+    load_config_from_text,
+)
 from frameworm.config.schema import Config, CustomModelConfig, GPTModelConfig, GPUConfig, TrainingConfig
 from frameworm.errors import ConfigError
 
@@ -616,3 +622,10 @@ def test_config_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_checkpoint_dir_auto_is_not_a_folder_named_auto() -> None:
+    """Other settings take auto: a user who writes it here does not mean a folder of that name."""
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: auto is not offered: leave dir out .* or name a folder"):
+        load_config_from_text("checkpoint: {dir: auto}", "here")
+    assert load_config_from_text("checkpoint: {dir: ./auto}", "here").checkpoint.dir == "./auto"

@@ -58,6 +58,16 @@ class CheckpointConfig(Section):
         description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
     )
 
+    @field_validator("dir")
+    @classmethod
+    def _dir_is_a_folder(cls, value: str | None) -> str | None:
+        if value == "auto":
+            raise ValueError(
+                "auto is not offered: leave dir out to write to the run folder at once, or name a folder on faster "
+                "storage"
+            )
+        return value
+
 
 class ParallelConfig(Section):
     """How one model runs on many devices."""
