@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 from workbench import classification, make_optimizer, mlp
 
 from frameworm import Trainer
-from frameworm.distributed import DDPTrainer, setup_ddp
+from frameworm.distributed import DDPTrainer, ZeROStage1Optimizer, cleanup, setup_ddp
+from frameworm.errors import EnvironmentSetupError
 from frameworm.launch.slurm_environment import derived_port
 from frameworm.records.writer import read_steps
 
@@ -300,6 +301,33 @@ def test_an_interrupt_before_the_first_step_ends_all_at_once(tmp_path: Path) -> 
         from conftest import kill_tree
 
         kill_tree(job.pid)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backend": "nccl"}, "backend nccl is not used: one process"),
+        ({"strategy": "zero1"}, "strategy zero1 divides nothing on one process"),
+        ({"strategy": "zero3"}, "strategy zero3 divides nothing on one process"),
+        ({}, None),
+    ],
+)
+def test_one_process_says_which_settings_do_nothing(settings: dict[str, str], words: str | None) -> None:
+    model = mlp()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), device="auto", **settings)
+    try:
+        record = trainer.train(DataLoader(classification(8), 4), epochs=1)
+    finally:
+        cleanup()
+    assert record.status == "completed"
+    alone = [note for note in record.notes if "one process" in note]
+    assert alone == ([] if words is None else [note for note in record.notes if note.startswith(words)])
+    assert len(alone) == (words is not None)
+
+
+def test_a_sharded_optimizer_without_ranks_says_what_it_needs() -> None:
+    with pytest.raises(EnvironmentSetupError, match=r"there is none: call setup_ddp\(\).*AdamW only"):
+        ZeROStage1Optimizer(mlp().parameters(), torch.optim.AdamW, lr=0.1)
 
 
 if __name__ == "__main__":

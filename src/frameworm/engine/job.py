@@ -154,6 +154,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
                 f"the global batch is {global_batch}: the loader's batch_size {micro} is per rank, and there are "
                 f"{process.world_size}; to train as on one device, divide it by {process.world_size}"
             )
+    notes += _alone_notes(config, process)
     if process.rank == 0:
         for text in notes:
             log.info("%s", text)
@@ -205,6 +206,19 @@ def join_group(config: Config) -> ProcessInfo:
     if process.world_size > 1 or config.parallel.strategy in GROUP_STRATEGIES:
         return setup_ddp(backend=backend_of(config), timeout_s=timeout_s)
     return process
+
+
+def _alone_notes(config: Config, process: ProcessInfo) -> list[str]:
+    """Settings that are for several processes and do nothing for a single one."""
+    if process.world_size > 1:
+        return []
+    notes = []
+    settings = config.parallel
+    if settings.strategy.startswith("zero") and not settings.offload_optimizer:
+        notes.append(f"strategy {settings.strategy} divides nothing on one process; it saves memory from two on")
+    if settings.backend != "auto" and not dist.is_initialized():
+        notes.append(f"backend {settings.backend} is not used: one process has no other to talk to")
+    return notes
 
 
 def backend_of(config: Config) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frameworm.errors import ModelError, StateError
+from frameworm.errors import EnvironmentSetupError, ModelError, StateError
 
 with warnings.catch_warnings():
     # torch warns about what it itself does when this is imported.
@@ -36,6 +36,9 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
         parameters_as_bucket_view: Keep each rank's share in one piece of memory, which is sent at once.
         **settings: Arguments of the inner optimizer, such as `lr`.
 
+    Raises:
+        EnvironmentSetupError: There is no process group.
+
     Example:
         >>> optimizer = ZeROStage1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -47,6 +50,12 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
         parameters_as_bucket_view: bool = False,
         **settings: Any,
     ) -> None:
+        if not dist.is_initialized():
+            raise EnvironmentSetupError(
+                "ZeROStage1Optimizer divides its state among the ranks of a process group, and there is none: call "
+                "setup_ddp() first under torchrun, or setup_ddp(rank, world_size); one process alone needs "
+                f"{optimizer_class.__name__} only"
+            )
         super().__init__(params, optimizer_class, parameters_as_bucket_view=parameters_as_bucket_view, **settings)
         self._given: torch.optim.Optimizer | None = None
 
