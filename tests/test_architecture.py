@@ -128,6 +128,10 @@ def test_imports_go_down_only(path: Path) -> None:
         assert parts[1] == floor or below, f"{_name(path)} imports {name}, which is not below it"
 
 
+def test_functions_of_the_verbs_need_no_command_line() -> None:
+    assert not [name for name in _imports(SOURCE / "api.py") if name.startswith("frameworm.cli")]
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_modules_have_one_job(path: Path) -> None:
     lines = len(path.read_text().splitlines())

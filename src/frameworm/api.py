@@ -42,7 +42,7 @@ def tune(
         allow_approximate: Keep what changes the numerics by more than rounding without a longer check.
         settings: Changes such as `training.epochs=10`.
     """
-    from frameworm.cli.tune import parse_duration
+    from frameworm.config.durations import parse_duration
     from frameworm.tune.trials.outcomes import Budget
     from frameworm.tune.tuner import tune as search
 
@@ -86,7 +86,7 @@ def profile(
 
 def diagnose(run: str | Path) -> RunRecord:
     """Judge a stored run: its record with verdict and findings; see `frameworm diagnose`."""
-    from frameworm.cli.observe import judge_stored, stored_record
+    from frameworm.attach.record import judge_stored, stored_record
     from frameworm.records.store import RunFolder
 
     folder = RunFolder.open(run)
@@ -97,21 +97,18 @@ def diagnose(run: str | Path) -> RunRecord:
 
 def compare(before: str | Path, after: str | Path) -> Comparison:
     """Say what changed between two runs; see `frameworm compare`."""
-    from frameworm.guard.comparison import compare_runs
-    from frameworm.guard.figures import read_runs
-    from frameworm.guard.parting import first_parting
-    from frameworm.records.store import RunFolder
+    from frameworm.guard.comparison import compare_folders
 
-    comparison = compare_runs(*read_runs([str(before), str(after)]))
-    comparison.parting = first_parting(RunFolder(before), RunFolder(after))
-    return comparison
+    return compare_folders(before, after)
 
 
 def predict(run: str | Path, world_sizes: Sequence[int] = (1, 2, 4, 8), **options: Any) -> Prediction:
     """Predict a run on more devices; options as of `frameworm predict`, such as `bandwidth_gbps=10, latency_us=50`."""
-    from frameworm.cli.predict import make_prediction
+    from frameworm.parallel.compression.codec_cost import costs_here
+    from frameworm.scaling.options import make_prediction
 
-    return make_prediction(world_sizes, Path(run), **options)
+    measured = costs_here if options.pop("measure_codecs", True) else None
+    return make_prediction(world_sizes, Path(run), codec_costs=measured, **options)
 
 
 def plan_memory(

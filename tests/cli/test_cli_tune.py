@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from frameworm.cli.main import app
-from frameworm.cli.tune import parse_duration
+from frameworm.config.durations import parse_duration
 from frameworm.config.load import load_config
 from frameworm.errors import ConfigError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from frameworm.errors import RunFolderError
+from frameworm.errors import FramewormError, RunFolderError
 from frameworm.records.atomic import write_atomic
 from frameworm.records.observations import OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
@@ -194,6 +194,33 @@ def judge_record(record: RunRecord, folder: RunFolder) -> None:
 
     record.targets = grade_targets(record)
     apply_judgement(record, judge(record, steps=all_steps(folder), system=record.system, trace=stored_trace(folder)))
+
+
+def stored_record(folder: RunFolder) -> RunRecord:
+    """The summary of a run, or what can be said from the steps of one that was cut short."""
+    if folder.summary_json.exists():
+        record = folder.read_summary()
+        record.run_dir = str(folder.path)
+        return record
+    around = Surroundings(name=folder.run_name() or folder.path.name, status="interrupted")
+    around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
+    record, _ = record_of(folder, around)
+    if folder.config.exists():
+        record.source = "engine"
+    return record
+
+
+def judge_stored(record: RunRecord, folder: RunFolder) -> None:
+    """Fill in verdict and findings by the rules of today."""
+    from frameworm.config.load import load_config_from_text, show_path
+    from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown
+
+    config = None
+    if folder.config.exists():
+        with contextlib.suppress(FramewormError):
+            config = load_config_from_text(folder.read_config(), show_path(folder.config))
+    judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
+    apply_judgement(record, keep_shown(judgement, record.findings or []))
 
 
 def stored_trace(folder: RunFolder) -> TraceSummary | None:

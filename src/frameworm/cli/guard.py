@@ -45,14 +45,10 @@ def compare(
         return
     if sweeps:
         raise BaselineError(f"{sweeps[0]} is a folder of runs, and the other is not; give two runs or two such folders")
-    from frameworm.guard.comparison import compare_runs
-    from frameworm.guard.figures import read_runs
-    from frameworm.guard.parting import first_parting
-    from frameworm.records.store import RunFolder
+    from frameworm.guard.comparison import compare_folders
     from frameworm.report.checks.guard import comparison_sentences, render_comparison
 
-    comparison = compare_runs(*read_runs([str(before), str(after)]))
-    comparison.parting = first_parting(RunFolder(before), RunFolder(after))
+    comparison = compare_folders(before, after)
     if as_json:
         _print_json(comparison, sentences=comparison_sentences(comparison))
     else:

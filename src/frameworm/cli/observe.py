@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.output import log_to_screen, say
-from frameworm.cli.tune import parse_duration
+from frameworm.config.durations import parse_duration
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
     from frameworm.attach.attach import Attachment
     from frameworm.records.schema import RunRecord
-    from frameworm.records.store import RunFolder
 
 CONFIG_STEPS = 60
 INCONCLUSIVE = 3
@@ -191,6 +189,7 @@ def diagnose(
     if run.is_file():
         _diagnose_trace(run, operators, as_json)
         return
+    from frameworm.attach.record import judge_stored, stored_record
     from frameworm.records.store import RunFolder
 
     folder = RunFolder.open(run)
@@ -209,37 +208,6 @@ def diagnose(
             say(f"verdict     {record.verdict}")
     if record.verdict == "inconclusive":
         raise typer.Exit(INCONCLUSIVE)
-
-
-def stored_record(folder: RunFolder) -> RunRecord:
-    """The summary of a run, or what can be said from the steps of one that was cut short."""
-    from frameworm.attach.record import Surroundings, record_of
-
-    if folder.summary_json.exists():
-        record = folder.read_summary()
-        record.run_dir = str(folder.path)
-        return record
-    around = Surroundings(name=folder.run_name() or folder.path.name, status="interrupted")
-    around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
-    record, _ = record_of(folder, around)
-    if folder.config.exists():
-        record.source = "engine"
-    return record
-
-
-def judge_stored(record: RunRecord, folder: RunFolder) -> None:
-    """Fill in verdict and findings by the rules of today."""
-    from frameworm.attach.record import all_steps, stored_trace
-    from frameworm.config.load import load_config_from_text, show_path
-    from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown
-    from frameworm.errors import FramewormError
-
-    config = None
-    if folder.config.exists():
-        with contextlib.suppress(FramewormError):
-            config = load_config_from_text(folder.read_config(), show_path(folder.config))
-    judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
-    apply_judgement(record, keep_shown(judgement, record.findings or []))
 
 
 def _diagnose_trace(path: Path, operators: int | None, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -13,12 +12,7 @@ from frameworm.cli.output import say
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
-    from frameworm.scaling.fabrics import Network
-    from frameworm.scaling.predict import Prediction
     from frameworm.scaling.profile import Source
-    from frameworm.scaling.simulate import Setting
-
-_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def register(app: typer.Typer) -> None:
@@ -69,6 +63,8 @@ def predict(
 
     By hand: frameworm predict --compute-ms 135 --gradient-mb 28 --fabric 10gbe --world-sizes 1,4
     """
+    from frameworm.scaling.options import make_prediction
+
     scaling = scaling or ("weak" if weak else "strong")
     prediction = make_prediction(
         _sizes(world_sizes),
@@ -88,7 +84,7 @@ def predict(
         case=case,
         compute_ms=compute_ms,
         gradient_mb=gradient_mb,
-        measure_codecs=measure_codecs,
+        codec_costs=_codec_costs if measure_codecs else None,
     )
     from frameworm.report.scaling.prediction_text import render_prediction
 
@@ -109,44 +105,6 @@ def predict(
     say(json.dumps(prediction.to_dict()) if as_json else text, end="\n" if as_json else "")
 
 
-def make_prediction(
-    sizes: Sequence[int],
-    run: Path | None = None,
-    *,
-    network: Path | None = None,
-    bandwidth_gbps: float | None = None,
-    latency_us: float | None = None,
-    fabric: str | None = None,
-    gpus_per_node: int = 1,
-    inside: str = "nvlink4",
-    links_per_node: int = 1,
-    scaling: str = "strong",
-    strategy: str = "ddp",
-    compression: str = "off",
-    price_per_gpu_hour: float | None = None,
-    settings: Sequence[str] = (),
-    case: Path | None = None,
-    compute_ms: float | None = None,
-    gradient_mb: float | None = None,
-    measure_codecs: bool = True,
-) -> Prediction:
-    """Predict by the options of the verb, which have the same names.
-
-    Raises:
-        ConfigError: Options that contradict each other, or are missing.
-    """
-    source = _source(run, case, compute_ms, gradient_mb)
-    between = _network(source, network, bandwidth_gbps, latency_us, fabric, links_per_node)
-    if gpus_per_node > 1:
-        from frameworm.scaling.fabrics import LinkNetwork, NodesNetwork, find_fabric
-
-        between = NodesNetwork(LinkNetwork(find_fabric(inside)), between, gpus_per_node)
-    setting = _setting(run, source, strategy, compression, list(settings), measure_codecs)
-    from frameworm.scaling.predict import Predictor
-
-    return Predictor(source, between, setting, scaling, price_per_gpu_hour).predict(list(sizes))
-
-
 def _sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(" ", "").split(",") if part]
@@ -154,94 +112,10 @@ def _sizes(text: str) -> list[int]:
         raise ConfigError(f"--world-sizes {text} is not a list of numbers such as 1,2,4,8") from None
 
 
-def _source(run: Path | None, case: Path | None, compute_ms: float | None, gradient_mb: float | None) -> Source:
-    from frameworm.scaling.profile import from_figures, load_case, load_run
-
-    if [run, case, compute_ms].count(None) != 2:
-        raise ConfigError("give one of: a run's folder, --case FILE, or --compute-ms with --gradient-mb")
-    if run is not None:
-        return load_run(run)
-    if case is not None:
-        return load_case(case)
-    if gradient_mb is None:
-        raise ConfigError("--compute-ms needs --gradient-mb: the gradients of the whole model, 4 bytes a parameter")
-    return from_figures({"compute_ms": compute_ms, "gradient_mb": gradient_mb})
-
-
-def _network(
-    source: Source,
-    file: Path | None,
-    bandwidth_gbps: float | None,
-    latency_us: float | None,
-    fabric: str | None,
-    links: int,
-) -> Network:
-    from frameworm.scaling.fabrics import GIGABIT, Link, LinkNetwork, MeasuredNetwork, find_fabric
-    from frameworm.scaling.network import NetworkModel
-    from frameworm.scaling.profile import network_of
-
-    given = [file, bandwidth_gbps, fabric]
-    synchronised = network_of(source)
-    if synchronised is not None and given.count(None) == 3:
-        return synchronised
-    if given.count(None) != 2:
-        raise ConfigError("give one of --network FILE, --bandwidth-gbps with --latency-us, or --fabric NAME")
-    if file is not None:
-        return MeasuredNetwork(NetworkModel.load(file))
-    if fabric is not None:
-        link = find_fabric(fabric)
-        return LinkNetwork(link) if links == 1 else LinkNetwork(link).faster(links)
-    assert bandwidth_gbps is not None
-    link = Link("given", bandwidth_gbps * GIGABIT * links, (latency_us or 0.0) * 1e-6)
-    return LinkNetwork(link)
-
-
-def _setting(
-    run: Path | None, source: Source, strategy: str, compression: str, settings: list[str], measure: bool
-) -> Setting:
-    from frameworm.scaling.simulate import Setting
-    from frameworm.scaling.traffic import METHODS, Codec
-
-    if strategy not in _STRATEGIES:
-        raise ConfigError(f"--strategy {strategy} is not one of {', '.join(_STRATEGIES)}")
-    if compression not in METHODS:
-        raise ConfigError(f"--compression {compression} is not one of {', '.join(METHODS)}")
-    if compression != "off" and strategy != "ddp":
-        raise ConfigError(f"compression works with ddp, not with {strategy}")
-    from frameworm.config.schema import ParallelConfig
-
-    parallel = ParallelConfig()
-    if run is not None and (run / "config.yaml").exists():
-        from frameworm.config.load import load_config_from_text, show_path
-        from frameworm.records.store import RunFolder
-
-        folder = RunFolder(run)
-        parallel = load_config_from_text(folder.read_config(), show_path(folder.config), settings).parallel
-    elif settings:
-        raise ConfigError("--set changes settings of a run's config.yaml, and there is none")
-    codecs = _codec_costs(source, parallel.compression_ratio, parallel.powersgd_rank) if measure else {}
-    return Setting(
-        strategy,
-        Codec(compression, codecs, parallel.compression_ratio, parallel.powersgd_rank),
-        parallel.bucket_cap_mb,
-        parallel.first_bucket_mb,
-        busy_host=1.0 if source.on_cpu else 0.0,
-    )
-
-
 def _codec_costs(source: Source, ratio: float, powersgd_rank: int) -> dict[str, float]:
-    """Seconds per value of coding and decoding, timed here if this machine is of the run's kind."""
+    """Time the codecs; torch is imported only where that is asked for."""
     if source.device is None:
         return {}
-    import torch
+    from frameworm.parallel.compression.codec_cost import costs_here
 
-    if source.on_cpu:
-        device = torch.device("cpu")
-    elif torch.cuda.is_available():
-        device = torch.device("cuda")
-    else:
-        return {}
-    from frameworm.parallel.compression.codec_cost import SQUARE, codec_seconds_per_value
-
-    shapes = [gradient.shape for gradient in source.profile.gradients if gradient.shape] or [SQUARE]
-    return codec_seconds_per_value(device, shapes, 2, ratio, powersgd_rank)
+    return costs_here(source, ratio, powersgd_rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any, Optional
@@ -13,12 +12,12 @@ import typer
 from frameworm.cli.output import say, telling
 from frameworm.cli.scale import parse_size
 from frameworm.cli.train import number_or_auto
+from frameworm.config.durations import parse_duration
 from frameworm.config.load import load_runnable
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
 INCONCLUSIVE = 3
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def register(app: typer.Typer) -> None:
@@ -147,18 +146,6 @@ def tune(
     if result.baseline.failure is not None:
         say(f"frameworm: {result.stopped}; what it said is in {result.baseline.details.get('log')}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds from a time such as 90s, 10m or 1.5h.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise ConfigError(f"--budget {text} is not a time; give one such as 90s, 10m or 1h")
-    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def _processes_here(config: Config, distributed: bool, nproc_per_node: str | None) -> int:

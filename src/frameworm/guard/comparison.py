@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from frameworm.guard.figures import RunFigures
-from frameworm.guard.parting import Parting
+from frameworm.guard.figures import RunFigures, read_runs
+from frameworm.guard.parting import Parting, first_parting
 from frameworm.guard.statistics import RatioInterval, independent_ratio, run_spread
 from frameworm.records.schema import PHASES
+from frameworm.records.store import RunFolder
 
 # Facts of the fingerprint that make another machine; the others are versions, or chosen by whoever starts the run.
 HARDWARE = {
@@ -90,6 +92,17 @@ class Comparison:
     phases: list[PhaseChange] = field(default_factory=list)
     explanation: Explanation | None = None
     parting: Parting | None = None  # None: nobody has looked, or there is no step to compare
+
+
+def compare_folders(before: str | os.PathLike[str], after: str | os.PathLike[str]) -> Comparison:
+    """Compare two stored runs, and find the step at which they part.
+
+    Raises:
+        BaselineError: One of them cannot be compared.
+    """
+    comparison = compare_runs(*read_runs([os.fspath(before), os.fspath(after)]))
+    comparison.parting = first_parting(RunFolder(before), RunFolder(after))
+    return comparison
 
 
 def compare_runs(before: RunFigures, after: RunFigures) -> Comparison:

@@ -18,6 +18,7 @@ from frameworm.parallel.compression.powersgd import PowerSGD
 from frameworm.parallel.compression.quantize import Quantizer
 from frameworm.parallel.compression.registry import make_codec
 from frameworm.parallel.compression.residuals import Named
+from frameworm.scaling.profile import Source
 
 SQUARE = (1024, 1024)
 MOST_VALUES = 2**22  # beyond it nothing is in a cache anyway
@@ -141,3 +142,17 @@ def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def costs_here(source: Source, ratio: float, powersgd_rank: int) -> dict[str, float]:
+    """Seconds per value of coding and decoding, timed here if this machine is of the run's kind."""
+    if source.device is None:
+        return {}
+    if source.on_cpu:
+        device = torch.device("cpu")
+    elif torch.cuda.is_available():
+        device = torch.device("cuda")
+    else:
+        return {}
+    shapes = [gradient.shape for gradient in source.profile.gradients if gradient.shape] or [SQUARE]
+    return codec_seconds_per_value(device, shapes, 2, ratio, powersgd_rank)
