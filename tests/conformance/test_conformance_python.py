@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance_cases import classifier, data
 from contract_entries import covers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,17 +32,6 @@ from frameworm.distributed import (
 from frameworm.errors import DeviceError, FramewormError, LossError, StateError
 
 METRICS = ("data_loading_time", "forward_time", "backward_time", "optimizer_time", "communication_time", "total_time")
-
-
-def data(count: int = 24) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(count, 6, generator=generator)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-
-def classifier() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

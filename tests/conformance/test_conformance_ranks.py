@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conformance_cases import classifier, data
 from contract_entries import covers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from frameworm import Trainer
 from frameworm.distributed import (
@@ -26,17 +27,6 @@ from frameworm.distributed import (
 
 pytestmark = pytest.mark.slow
 METHODS = ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "auto")
-
-
-def data(count: int = 24) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(count, 6, generator=generator)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-
-def classifier() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def weights(model: nn.Module) -> list[list[float]]:
