@@ -155,12 +155,18 @@ def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -
     Raises:
         ConfigError: There is going to be no such metric.
     """
-    early_stop = job.config.training.early_stop
-    metrics = {"early_stop": None if early_stop is None else early_stop.metric, "the scheduler": schedule.metric}
+    early_stop, checkpoint = job.config.training.early_stop, job.config.checkpoint
+    metrics = {
+        "early_stop": None if early_stop is None else early_stop.metric,
+        "checkpoint.keep_best": checkpoint.metric if checkpoint.keep_best and job.saves else None,
+        "the scheduler": schedule.metric,
+    }
     watched = {setting: metric for setting, metric in metrics.items() if metric is not None and metric != "train_loss"}
     for setting, metric in watched.items():
         if job.validation is None:
-            raise ConfigError(f"{setting} watches {metric}, and there is no validation set")
+            raise ConfigError(
+                f"{setting} watches {metric}, and there is no validation set; give one, or watch train_loss"
+            )
         if metric == "val_accuracy" and not loss_function.may_score:
             raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
     return watched

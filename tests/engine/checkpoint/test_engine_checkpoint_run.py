@@ -30,7 +30,7 @@ from frameworm.engine.checkpoint.timed_saves import SaveTurns, TimedSaves
 from frameworm.engine.checkpoint.writer_client import Writer
 from frameworm.engine.export import export_weights
 from frameworm.engine.settings import apply_settings
-from frameworm.errors import CheckpointError, MissingPackageError, RunFolderError, TrainingPreemptedError
+from frameworm.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError, TrainingPreemptedError
 from frameworm.launch.stopping import StopAgreement, StopRequest
 from frameworm.models.workloads import load_weights
 from frameworm.records.schema import EpochRecord, StepRecord
@@ -125,6 +125,20 @@ def test_the_best_epoch_is_saved_and_stays(tmp_path: Path) -> None:
     expected, _ = _train(tmp_path / "whole", epochs=6, every_steps=None)
     found, _ = _train(tmp_path / "run", epochs=6, resume=True, every_steps=8, keep=1, keep_best=1)
     assert torch.equal(expected, found)
+
+
+def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(classification(8), 4)
+    best = Trainer(model, optimizer, run_dir=tmp_path / "run", device="cpu", keep_best=1)
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best watches val_loss, and there is no validation set"):
+        best.train(loader, epochs=1)
+    assert not (tmp_path / "run").exists()
+    trained = Trainer(model, optimizer, run_dir=tmp_path / "run", device="cpu", keep_best=1, metric="train_loss")
+    assert trained.train(loader, epochs=1).status == "completed"
+    # Nothing is saved without a run folder, so nothing has to be the best.
+    assert Trainer(model, optimizer, run_dir=None, device="cpu", keep_best=1).train(loader, epochs=1).steps == 2
 
 
 def test_which_epochs_are_among_the_best() -> None:
