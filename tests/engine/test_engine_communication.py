@@ -6,6 +6,7 @@ Run as a script, this file is one rank of a training whose link is slow.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ from frameworm.observe.clocks import phases, ranks
 from frameworm.parallel import replicated
 from frameworm.parallel.replicated import DDPStrategy
 from frameworm.records.schema import StepRecord
+from frameworm.report.kit.tables import data_size
+from frameworm.report.run.network_text import communication_text
 
 pytestmark = pytest.mark.timing
 
@@ -77,6 +80,11 @@ def test_a_delay_in_the_all_reduce_is_exposed_communication(run_ranks: Ranks) ->
         assert WAIT_S / 3 < communication.exposed_s <= communication.total_s * 1.01
         (bucket,) = communication.buckets
         assert bucket.bytes == communication.bytes_per_step == (6 * 16 + 16 + 16 * 3 + 3) * 4
+        # 500 samples per rank in micro-batches of 4; an epoch has more steps than this run took.
+        assert communication.times_per_epoch == math.ceil(125 / record.batch.accumulation)
+        assert communication.bytes_per_epoch == communication.times_per_epoch * bucket.bytes
+        sent_text = data_size(communication.bytes_per_epoch)
+        assert f"{communication.times_per_epoch} times and {sent_text} per epoch" in (communication_text(record) or "")
         assert 0 < bucket.ready_s <= bucket.start_s <= bucket.end_s
         assert bucket.end_s - bucket.ready_s > WAIT_S / 3
 
@@ -241,6 +249,7 @@ def test_steps_held_back_are_handed_out_when_the_run_fails(run_ranks: Ranks) -> 
 def test_one_process_has_no_communication() -> None:
     record, steps = _train(mlp())
     assert record.communication.total_s == record.communication.exposed_s == 0.0
+    assert record.communication.times_per_epoch == record.communication.bytes_per_epoch == 0
     assert record.communication.slowest_rank is None
     assert [item.rank for item in record.ranks] == [0]
     assert all(step.communication_s is None and "communication_exposed" not in step.phases for step in steps)

@@ -21,7 +21,7 @@ from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
-from frameworm.engine.summary import fill_record, flatten_notes, judge_run, stop_error, summarise_rank
+from frameworm.engine.summary import count_per_epoch, fill_record, flatten_notes, judge_run, stop_error, summarise_rank
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
 from frameworm.records.atomic import not_world_writable
@@ -271,7 +271,11 @@ class TrainingSession:
             wall_s=perf_counter() - self._began,
             ranks=parts.ranks,
         )
-        self.record.communication.compression = self._job.strategy.describe_compression()
+        communication, settings = self.record.communication, self._job.config.parallel
+        communication.compression = self._job.strategy.describe_compression()
+        count_per_epoch(
+            communication, self._job.train.steps_per_epoch, self._job.strategy.world_size, settings.sync_every
+        )
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]

@@ -136,6 +136,15 @@ def summarise_communication(
     )
 
 
+def count_per_epoch(communication: Communication, steps: int | None, world_size: int, sync_every: int) -> None:
+    """Say how often the ranks meet in an epoch of so many steps, and what each sends."""
+    if steps is None:
+        return
+    communication.times_per_epoch = steps // sync_every if world_size > 1 else 0
+    if communication.bytes_per_step is not None:
+        communication.bytes_per_epoch = steps * communication.bytes_per_step
+
+
 def summarise_rank(rank: int, aggregate: StepAggregate) -> RankSummary:
     """The mean step of this rank."""
     step_s = aggregate.throughput().step_s

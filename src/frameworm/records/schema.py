@@ -111,6 +111,8 @@ class Communication:
     buckets: list[Bucket] = field(default_factory=list)  # of the mean step on rank 0
     compression: Compression | None = None
     compute_ratio: float | None = None  # seconds of computing to each second of communication
+    times_per_epoch: int | None = None  # that the ranks average their gradients, or their models
+    bytes_per_epoch: int | None = None  # what a rank sends for it
 
 
 COMPUTE_PHASES = ("forward", "backward", "optimizer")

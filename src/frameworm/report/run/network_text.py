@@ -19,6 +19,9 @@ def communication_text(record: RunRecord) -> str | None:
         parts.append(f"{seconds(communication.exposed_s)} exposed")
     if communication.bytes_per_step is not None:
         parts.append(f"{data_size(communication.bytes_per_step)} per step")
+    if communication.times_per_epoch is not None and communication.bytes_per_epoch is not None:
+        sent = data_size(communication.bytes_per_epoch)
+        parts.append(f"{communication.times_per_epoch:,} times and {sent} per epoch")
     if communication.compute_ratio is not None:
         parts.append(f"compute/communication {communication.compute_ratio:.3g}")
     if communication.compression is not None:
