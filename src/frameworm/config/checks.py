@@ -51,9 +51,9 @@ def check(config: Config) -> None:
         raise make_error(problems, config._origins)
 
 
-def check_sharding(config: Config) -> None:
-    """As `check`, for what strategies zero1 to zero3 rule out; the Python API asks this much."""
-    problems = list(_sharding(config))
+def check_parallel(config: Config) -> None:
+    """As `check`, for what strategies rule out; the Python API asks this much."""
+    problems = [*_parallel(config), *_sharding(config)]
     if problems:
         raise make_error(problems, config._origins)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frameworm.config.checks import check_sharding
+from frameworm.config.checks import check_parallel
 from frameworm.config.schema import Config
 from frameworm.engine.given import check_callbacks, check_given, check_loader
 from frameworm.engine.job import Ingredients, backend_of, build_job
@@ -144,7 +144,7 @@ class Trainer:
         if epochs is not None:
             self._config = apply_settings(self._config, {"epochs": epochs})
         self._began = True
-        check_sharding(self._config)
+        check_parallel(self._config)
         given = Ingredients(
             self.model,
             self.optimizer,
