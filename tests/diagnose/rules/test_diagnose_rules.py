@@ -583,7 +583,6 @@ def test_time_that_a_gpu_hides_costs_nothing() -> None:
 TOO_SHORT: list[Callable[[], Judgement]] = [
     lambda: judged({"data_wait": 0.02}, steps_args={"count": 12}),
     lambda: judge(make_record(make_steps(count=3))),
-    lambda: judge(make_record([])),
 ]
 
 
@@ -592,6 +591,12 @@ def test_a_short_run_is_inconclusive(short: Callable[[], Judgement]) -> None:
     judgement = short()
     assert (judgement.verdict, judgement.findings) == ("inconclusive", [])
     assert "train longer" in judgement.notes[0]
+
+
+def test_a_run_without_steps_is_not_told_to_train_longer() -> None:
+    judgement = judge(make_record([]))
+    assert (judgement.verdict, judgement.findings) == ("inconclusive", [])
+    assert judgement.notes == ["inconclusive: no training step was seen"]
 
 
 def test_a_run_without_phases_is_inconclusive() -> None:
