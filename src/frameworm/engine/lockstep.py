@@ -11,7 +11,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,22 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from frameworm.data.prefetch import map_tensors
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage, Session
 from frameworm.engine.model.precision import Precision, allow_tf32
 from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.step.capture import CapturedStep
-from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.precise import PreciseStep
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.engine.step.step import TrainStep
 from frameworm.guard.agreement import Agreement, Draws, OutputErrors, StateErrors
-from frameworm.numerics.comparison import errors_of, noise_of
+from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate, settings_of
 from frameworm.numerics.sketch import dense, sketch
-from frameworm.numerics.state import Named, StepTensors, read, whole, write
-from frameworm.parallel.strategy import Strategy
+from frameworm.numerics.state import Named, read, whole, write
 
-Sketches = dict[str, torch.Tensor]
 _POLL_S = 0.005
 _SEED = 20_000
 # Rates at which updates are compared: decay that is lost at the rates of training would vanish in rounding. Without a
@@ -120,22 +117,15 @@ class _Lockstep(Gate):
         self._session = session
         self._device = self._eager.strategy.device
         model, update = self._eager.model, self._eager.update
-        parameters = dict(self._eager.strategy.named_parameters(model))
-        parameters.update(self._eager.strategy.beside.parameters)
-        self._parameters = {name: item for name, item in parameters.items() if item.requires_grad}
+        self._tensors = self._eager.tensors()
+        self._parameters = {name: item for name, item in self._tensors.parameters.items() if item.requires_grad}
         names = {item: name for name, item in self._parameters.items()}
-        self._tensors = StepTensors(parameters.items(), model.named_buffers(), update.optimizer, self._scale)
         self._names = names
         update.schedule = self._rates = _Rates(update.schedule, update.optimizer, names)  # type: ignore[assignment]
         self._probe = self._eager.probe = GradientProbe(self._parameters)
         if not self.plan.draws:
             self._dropout = DropoutOff(model)
             self._dropout.start()
-
-    def _scale(self) -> Named:
-        scaler = self._eager.scaler
-        found = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def enter(self, step: int) -> Passage:
         """Go on until the last compared step has been made."""
@@ -152,20 +142,12 @@ class _Lockstep(Gate):
         self._load(saved, seed)
         with self._eager.marking(_no_mark):
             result = self._step.run(self._number - 1, batch)
-        return self._outputs(result.loss, self._probe.gradients, saved)
+        return outputs_of(result.loss, self._probe.gradients, self._tensors, saved)
 
     def _load(self, saved: Named, seed: int | None) -> None:
         self._tensors.restore(saved)
         if seed is not None:
             seed_everything(_SEED + seed, self._eager.strategy.rank)
-
-    def _outputs(self, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor], before: Named) -> Sketches:
-        found = {f"gradient of {name}": sketch(value) for name, value in gradients.items()}
-        found["loss"] = sketch(loss.float())
-        for name, buffer in self._tensors.buffers.items():
-            if buffer.is_floating_point() and (held := before.get(f"buffer {name}")) is not None:
-                found[f"change of {name}"] = sketch(buffer.double() - held.to(buffer.device).double())
-        return found
 
     def _decisions(self) -> dict[str, Any]:
         """What must be equal on both sides after a step."""
@@ -312,12 +294,12 @@ class LeadingGate(_Lockstep):
             self._eager.meet_beside()
             self._probe(factor, precision.loss_scale(), self._eager.update)
             self._eager.update.clear()
-        return self._outputs(result.loss, self._probe.gradients, state)
+        return outputs_of(result.loss, self._probe.gradients, self._tensors, state)
 
     def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches | None, str]:
         """The step in fp64 where the model can, else in strict fp32."""
         if self._precise is None:
-            self._precise = PreciseStep.of(self._eager, self._session)
+            self._precise = PreciseStep.of(self._eager, self._session.loss_fn)
         if self._precise.works:
             seed_everything(_SEED + seed, self._eager.strategy.rank)
             outputs = self._precise.outputs(batch, state)
@@ -422,66 +404,6 @@ class FollowingGate(_Lockstep):
         return read(path)
 
 
-class PreciseStep:
-    """The step of a run in fp64, on a copy of its model; `works` is false once the model has refused."""
-
-    def __init__(self, step: TrainStep | None, tensors: StepTensors | None) -> None:
-        self._step = step
-        self._tensors = tensors
-        self.works = step is not None
-
-    @classmethod
-    def of(cls, eager: TrainStep, session: Session) -> PreciseStep:
-        """A copy of a run's step; one that does not work where there can be none."""
-        strategy = eager.strategy
-        if strategy.world_size > 1 or strategy.name != "single" or strategy.beside.parameters:
-            return cls(None, None)
-        try:
-            model = copy.deepcopy(eager.model).double()
-            loss_fn = session.loss_fn
-            if isinstance(loss_fn, nn.Module):
-                loss_fn = copy.deepcopy(loss_fn).double()
-        except Exception:  # whatever a model raises, it cannot be copied
-            return cls(None, None)
-        alone = Strategy(strategy.device)
-        step = copy.copy(eager)
-        step.update = copy.copy(eager.update)
-        step.update.halves = None
-        step.model = step.wrapped = model
-        step.strategy = alone
-        step.loss_function = LossFunction(model, loss_fn, False)
-        step.halving = step.probe = None
-        return cls(step, StepTensors(model.named_parameters(), model.named_buffers()))
-
-    def outputs(self, batch: StepBatch, state: Named) -> Sketches | None:
-        """What the step gives from a state; None where the model refuses fp64 or there is no memory for it."""
-        assert self._step is not None
-        assert self._tensors is not None
-        step, model = self._step, self._step.model
-        try:
-            self._tensors.restore(state)
-            before = self._tensors.copy()
-            micro = [map_tensors(item, _in_fp64) for item in batch.batches]
-            with step.in_precision(Precision("off", step.strategy.device)), step.marking(_no_mark):
-                result, factor = step.gradients(replace(batch, batches=micro))
-            scale = 1.0 if factor is None else float(factor)
-            found = {
-                f"gradient of {name}": sketch(item.grad) * scale
-                for name, item in model.named_parameters()
-                if item.grad is not None
-            }
-            found["loss"] = sketch(result.loss.double())
-            for name, buffer in model.named_buffers():
-                if buffer.is_floating_point():
-                    found[f"change of {name}"] = sketch(buffer - before[f"buffer {name}"])
-            return found
-        except Exception:  # whatever a model or its kernels raise, it does not compute in fp64
-            self.works = False
-            return None
-        finally:
-            model.zero_grad(set_to_none=True)
-
-
 def _without_moments(state: Named) -> Named:
     """A state in which the optimizer remembers no gradient."""
     shapes = {name.removeprefix("parameter "): value.shape for name, value in state.items()}
@@ -527,10 +449,6 @@ def _unequal(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for name, value in before["counters"].items():
         if after["counters"].get(name, value) != value:
             yield f"{name} is {after['counters'][name]:.0f} instead of {value:.0f}"
-
-
-def _in_fp64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _value(setting: Any) -> Any:

@@ -12,15 +12,37 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from frameworm.guard.agreement import OutputErrors
+from frameworm.numerics.sketch import sketch
+from frameworm.numerics.state import StepTensors
 
-Sketches = Mapping[str, torch.Tensor]
+Sketches = dict[str, torch.Tensor]
+
+
+def outputs_of(
+    loss: torch.Tensor, gradients: Mapping[str, torch.Tensor], tensors: StepTensors, before: Mapping[str, torch.Tensor]
+) -> Sketches:
+    """Sketches of what a step gave.
+
+    Args:
+        loss: Its loss.
+        gradients: By parameter, unscaled and before clipping.
+        tensors: Hold the buffers after the step.
+        before: What the tensors held before it.
+    """
+    found = {f"gradient of {name}": sketch(value) for name, value in gradients.items()}
+    found["loss"] = sketch(loss.double())
+    for name, buffer in tensors.buffers.items():
+        held = before.get(f"buffer {name}")
+        if held is not None and buffer.is_floating_point():
+            found[f"change of {name}"] = sketch(buffer.double() - held.to(buffer.device).double())
+    return found
 
 
 def errors_of(
-    reference: Sketches,
-    baseline: Sketches,
-    expected: Sketches,
-    candidate: Sketches,
+    reference: Mapping[str, torch.Tensor],
+    baseline: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    candidate: Mapping[str, torch.Tensor],
     noise: Mapping[str, float],
     counts: Mapping[str, int],
 ) -> list[OutputErrors]:
@@ -56,7 +78,7 @@ def errors_of(
     return found
 
 
-def noise_of(baseline: Sketches, moved: Sequence[Sketches]) -> dict[str, float]:
+def noise_of(baseline: Mapping[str, torch.Tensor], moved: Sequence[Sketches]) -> dict[str, float]:
     """How far each output of a step moved, as the root of the mean square over some repetitions."""
     found = {}
     for name, value in baseline.items():

@@ -19,7 +19,7 @@ from frameworm.engine.optim.schedule import NoSchedule, Schedule
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step import capture
 from frameworm.engine.step.capture import EAGER_STEPS, MAX_CHANGES, MAX_SHAPES, CapturedStep, make_recorder
-from frameworm.engine.step.capture_check import TRIAL_STEPS
+from frameworm.engine.step.capture_check import COMPARED_STATES, TRIAL_STEPS
 from frameworm.engine.step.graphs import KEPT_STEPS, CaptureError, KeptFigures, Mark
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.static_batch import StaticInputs, own_copy
@@ -220,7 +220,7 @@ def test_a_trial_leaves_the_training_as_it_was() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, reference.state_dict()[name]), name
     replays = sum(graph.replays for graph in tried.recorder.graphs)
-    assert replays == tried.step.captured_steps + TRIAL_STEPS
+    assert replays == tried.step.captured_steps + TRIAL_STEPS + 2 * COMPARED_STATES  # on two batches
 
 
 def test_a_trial_that_disagrees_is_not_captured() -> None:

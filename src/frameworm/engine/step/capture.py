@@ -21,7 +21,7 @@ import torch
 
 from frameworm.data.steps import StepBatch
 from frameworm.engine.optim.adamw_kernel import FusedUpdate
-from frameworm.engine.step.capture_check import DeviceState, disagreement, try_steps
+from frameworm.engine.step.capture_check import CaptureCheck
 from frameworm.engine.step.graphs import CaptureError, GraphRecorder, KeptFigures, Mark, Recorded, Recorder, in_words
 from frameworm.engine.step.rates import DeviceRates
 from frameworm.engine.step.static_batch import StaticInputs, own_copy, signature
@@ -51,6 +51,7 @@ class _Shape:
         self.figures = KeptFigures()
         self.eager_only = False
         self.graph: Recorded | None = None
+        self.earlier: StepBatch | None = None
         self.inputs: StaticInputs | None = None
         self.shares: dict[str, float] | None = None
         self.slots: dict[str, int] = {}  # where in the graph's output loss, gradient norm and the like lie
@@ -162,6 +163,8 @@ class CapturedStep:
             return self.eager.run(step, batch)
         update.one_pass = None
         update.end_step()
+        if self._trial and self._tried is None:
+            shape.earlier = own_copy(batch)  # a graph that has one batch baked in shows on another
         if waits and _compilations() > compiled and shape.warmed < MAX_WARM_UPS:
             shape.warm = False  # the compiler waited, not the step: warm up once more
         elif waits:
@@ -170,29 +173,31 @@ class CapturedStep:
 
     def _capture(self, shape: _Shape, step: int, batch: StepBatch) -> bool:
         """Record the step for this shape; false when it cannot be, which is said once."""
-        schedule = self.update.schedule
         try:
-            assert self._rates is not None
             static = own_copy(batch)
             shape.inputs = StaticInputs(static)
-            before = DeviceState.of(self.eager)
-            self.update.one_pass = self._one_pass
-            with self._rates.on_device():
-                shape.graph = self._recorder.record(lambda mark: self._recorded(shape, static, mark))
+            if self._trial and self._tried is None:
+                self.update.schedule.before_step(step)
+                refused = self._compare(shape, static, batch)
+                if refused is not None:
+                    shape.graph = None
+                    self._refuse(refused)
+                    return False
+            shape.graph = self._record(shape, static)
         except (CaptureError, torch.OutOfMemoryError) as error:
             self.update.clear()
             self._refuse(str(error).splitlines()[0])
             return False
         finally:
             self.update.one_pass = None
-        if self._trial and self._tried is None:
-            schedule.before_step(step)
-            refused = self._compare(shape, static, before)
-            if refused is not None:
-                shape.graph = None
-                self._refuse(refused)
-                return False
+            shape.earlier = None
         return True
+
+    def _record(self, shape: _Shape, static: StepBatch) -> Recorded:
+        assert self._rates is not None
+        self.update.one_pass = self._one_pass
+        with self._rates.on_device():
+            return self._recorder.record(lambda mark: self._recorded(shape, static, mark))
 
     def _recorded(self, shape: _Shape, static: StepBatch, mark: Mark) -> torch.Tensor:
         """What the graph holds: the step, and its figures in one tensor."""
@@ -237,47 +242,45 @@ class CapturedStep:
             self._clock.split(shape.shares)
         return StepResult(figures[slots["loss"]], count, shape.counts_samples)
 
-    def _compare(self, shape: _Shape, static: StepBatch, before: DeviceState) -> str | None:
-        """Run the step both ways from the same state, and leave that state behind; a reason not to capture, or None."""
-        graph, rates = shape.graph, self._rates
-        assert graph is not None
+    def _compare(self, shape: _Shape, static: StepBatch, batch: StepBatch) -> str | None:
+        """Record the step with a probe, compare it with the eager one; a reason not to capture, or None."""
+        update, rates, inputs = self.update, self._rates, shape.inputs
         assert rates is not None
-
-        def eagerly() -> torch.Tensor:
-            return self.eager.compute(static).loss
-
-        def unrecorded() -> torch.Tensor:
-            """What was recorded, run once more without a graph."""
-            with rates.on_device():
-                return self.eager.compute(static).loss
-
-        def replayed() -> torch.Tensor:
-            graph.replay()
-            return graph.output[0].clone()
-
-        update = self.update
+        assert inputs is not None
+        check = CaptureCheck(self.eager)
+        self.eager.probe = check.probe
         try:
-            saved = before.copy()
-            rates.send()
-            with self.eager.marking(_no_mark):
-                eager = try_steps(eagerly, before, saved)
-                update.one_pass = self._one_pass
-                expected = try_steps(unrecorded, before, saved)
-                again = try_steps(unrecorded, before, saved)
+            graph = self._record(shape, static)
+
+            def eagerly(given: StepBatch) -> torch.Tensor:
                 update.one_pass = None
-            captured = try_steps(replayed, before, saved)
+                return self.eager.compute(given).loss
+
+            def unrecorded(given: StepBatch) -> torch.Tensor:
+                update.one_pass = self._one_pass
+                with rates.on_device():
+                    return self.eager.compute(given).loss
+
+            def replayed(given: StepBatch) -> torch.Tensor:
+                inputs.fill(given)
+                graph.replay()
+                return graph.output[shape.slots["loss"]].clone()
+
+            rates.send()
+            batches = [batch if shape.earlier is None else shape.earlier, batch]
+            with self.eager.marking(_no_mark):
+                compared = check.compare(eagerly, unrecorded, replayed, batches)
         except torch.OutOfMemoryError:
             update.clear()
             return "there is not enough memory to compare both ways (gpu.capture: step does without)"
         finally:
-            update.one_pass = None
-        problem = disagreement(saved, eager, (expected, again), captured)
-        if problem is not None:
-            return f"the captured step does not do what the eager one does: {problem}"
-        eager_s = eager.step_s
-        if captured.step_s > CLEARLY_FASTER * eager_s:
-            return f"it gains nothing here ({captured.step_s * 1e3:.2f} ms captured, {eager_s * 1e3:.2f} ms eager)"
-        self._tried = f"tried first: {captured.step_s * 1e3:.2f} ms captured against {eager_s * 1e3:.2f} ms eager"
+            self.eager.probe = None
+        if compared.problem is not None:
+            return f"the captured step does not do what the eager one does: {compared.problem}"
+        captured_ms, eager_ms = 1e3 * compared.captured_s, 1e3 * compared.eager_s
+        if captured_ms > CLEARLY_FASTER * eager_ms:
+            return f"it gains nothing here ({captured_ms:.2f} ms captured, {eager_ms:.2f} ms eager)"
+        self._tried = f"tried first: {captured_ms:.2f} ms captured against {eager_ms:.2f} ms eager"
         return None
 
     def _forget_graphs(self) -> None:

@@ -1,118 +1,114 @@
-"""Does the recorded step do what the eager one does? A few steps both ways, from the same state, on the same batch."""
+"""Does the recorded step do what the eager one does? Both from the same states, on different batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
+from frameworm.data.steps import StepBatch
+from frameworm.engine.step.probe import GradientProbe
 from frameworm.engine.step.step import TrainStep
+from frameworm.guard.agreement import Agreement, StateErrors, judge_agreement
+from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
+from frameworm.numerics.plain_update import PlainUpdate
+from frameworm.numerics.state import Named
 
 TRIAL_STEPS = 4
-# Two eager trials differ where kernels add up in any order; the recorded one may differ by a few times as much.
-NOISE_ALLOWED = 4.0
-ROUNDING_ALLOWED = 1e-3
-KERNELS_ALLOWED = 1e-2
+COMPARED_STATES = 2
+
+Compute = Callable[[StepBatch], torch.Tensor]
 
 
-class DeviceState:
-    """The tensors a step changes, and the state of the generator it draws from."""
+class Comparison(NamedTuple):
+    """What is wrong with the recorded step, if anything, and how long a step takes both ways."""
 
-    def __init__(self, parameters: list[torch.Tensor], others: list[torch.Tensor], random: torch.Tensor | None) -> None:
-        self.parameters = parameters
-        self.others = others
-        self.random = random
-
-    @classmethod
-    def of(cls, step: TrainStep) -> DeviceState:
-        """The live state of a step; copies must be asked for."""
-        beside = step.strategy.beside
-        others = [*step.model.buffers(), *beside.buffers()]
-        for state in step.update.optimizer.state.values():
-            others += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        if step.update.halves is not None:
-            others += step.update.halves.tensors
-        if step.scaler is not None:
-            scale, growth = step.scaler._scale, step.scaler._growth_tracker
-            others += [tensor for tensor in (scale, growth) if tensor is not None]
-        return cls([*step.model.parameters(), *beside.parameters.values()], others, None)
-
-    @torch.no_grad()
-    def copy(self) -> DeviceState:
-        """What the tensors hold now."""
-        device = self.parameters[0].device
-        random = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return DeviceState([item.clone() for item in self.parameters], [item.clone() for item in self.others], random)
-
-    @torch.no_grad()
-    def restore(self, saved: DeviceState) -> None:
-        """Write what a copy holds into the live tensors, whose addresses a graph knows."""
-        for live, kept in zip(self.parameters + self.others, saved.parameters + saved.others):
-            live.copy_(kept)
-        assert saved.random is not None
-        device = self.parameters[0].device
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(saved.random, device)
-        else:
-            torch.set_rng_state(saved.random)
+    problem: str | None
+    eager_s: float
+    captured_s: float
 
 
-@dataclass
-class Outcome:
-    """What a few steps led to."""
-
-    losses: torch.Tensor
-    state: DeviceState
-    step_s: float
-
-
-def try_steps(step: Callable[[], torch.Tensor], state: DeviceState, saved: DeviceState) -> Outcome:
-    """Run a few steps and put the state back as it was saved."""
-    device = state.parameters[0].device
-    _wait(device)
-    begin = perf_counter()
-    losses = [step() for _ in range(TRIAL_STEPS)]
-    _wait(device)
-    step_s = (perf_counter() - begin) / TRIAL_STEPS
-    outcome = Outcome(torch.stack([loss.detach().reshape(()).float() for loss in losses]), state.copy(), step_s)
-    state.restore(saved)
-    return outcome
-
-
-def disagreement(
-    saved: DeviceState, eager: Outcome, unrecorded: tuple[Outcome, Outcome], captured: Outcome
-) -> str | None:
-    """In which figure the captured steps are not what they should be, or None.
+class CaptureCheck:
+    """Compares a recorded step with the eager one; the state of the training is left as it was.
 
     Args:
-        saved: Where all began.
-        eager: The step as it runs without capture; kernels of its own may round otherwise, so only losses are compared.
-        unrecorded: What was recorded, run without a graph, twice: how far these are apart is what chance does.
-        captured: The replays.
+        step: The eager step. What is recorded while its probe is set copies the gradients.
     """
-    one, other = unrecorded
-    noise = _distance(one.state.parameters, other.state.parameters)
-    moved = _distance(one.state.parameters, saved.parameters)
-    apart = _distance(one.state.parameters, captured.state.parameters)
-    if not apart <= NOISE_ALLOWED * noise + ROUNDING_ALLOWED * moved:
-        return f"after {TRIAL_STEPS} steps the parameters are {apart:.3g} apart, having moved by {moved:.3g}"
-    size = float(eager.losses.abs().max())
-    for reference, allowed in ((one, ROUNDING_ALLOWED), (eager, KERNELS_ALLOWED)):
-        loss_noise = float((one.losses - other.losses).abs().max())
-        loss_apart = float((reference.losses - captured.losses).abs().max())
-        if not loss_apart <= NOISE_ALLOWED * loss_noise + allowed * size:
-            return f"the losses are {reference.losses.tolist()} eagerly and {captured.losses.tolist()} captured"
-    return None
 
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        self._tensors = step.tensors()
+        self._trained = {name: item for name, item in self._tensors.parameters.items() if item.requires_grad}
+        self.probe = GradientProbe(self._trained)
+        self._device = step.strategy.device
 
-def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    with torch.no_grad():
-        squares = [(a.detach().float() - b.detach().float()).pow(2).sum() for a, b in zip(one, other)]
-        return float(torch.stack(squares).sum().sqrt())
+    def compare(
+        self, eagerly: Compute, unrecorded: Compute, replayed: Compute, batches: Sequence[StepBatch]
+    ) -> Comparison:
+        """Compute steps in three ways.
 
+        Args:
+            eagerly: The step as it runs without capture.
+            unrecorded: What was recorded, run without a graph.
+            replayed: The graph, on a batch of its shape.
+            batches: Of that shape, different ones.
+        """
+        begun = self._tensors.copy(), self._random()
+        states: list[StateErrors] = []
+        updates: dict[str, float] = {}
+        try:
+            for place in range(COMPARED_STATES):
+                start = self._tensors.copy(), self._random()
+                for batch in batches:
+                    eager, again = (self._outputs(eagerly, batch, *start) for _ in range(2))
+                    expected = self._outputs(unrecorded, batch, *start)
+                    captured = self._outputs(replayed, batch, *start)
+                    counts = {name: value.numel() for name, value in eager.items()}
+                    noise = noise_of(eager, [again])
+                    states.append(StateErrors(place, errors_of(eager, expected, expected, captured, noise, counts)))
+                updates = self._updates(start[0], updates)
+                self._outputs(eagerly, batches[-1], *start)  # on to the next state
+            times = [self._seconds(way, batches[0]) for way in (eagerly, replayed)]
+        finally:
+            self._restore(*begun)
+        verdict = judge_agreement(Agreement(states, updates=updates))
+        return Comparison(verdict.detail if verdict.passed is False else None, *times)
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _outputs(self, compute: Compute, batch: StepBatch, saved: Named, random: torch.Tensor) -> Sketches:
+        self._restore(saved, random)
+        loss = compute(batch)
+        return outputs_of(loss, self.probe.gradients, self._tensors, saved)
+
+    def _updates(self, before: Named, known: dict[str, float]) -> dict[str, float]:
+        """What the last, replayed step did to the parameters, beside torch's plain optimizer."""
+        update = self._step.update
+        if update.skipped is not None and bool(update.skipped):
+            return known
+        names = {item: name for name, item in self._trained.items()}
+        plain = PlainUpdate(self._step.strategy.given(update.optimizer), names, update.clip_norm)
+        errors = plain.errors(before, self.probe.gradients, self._tensors.live())
+        return {name: max(times, known.get(name, 0.0)) for name, times in errors.items()}
+
+    def _seconds(self, compute: Compute, batch: StepBatch) -> float:
+        self._wait()
+        begin = perf_counter()
+        for _ in range(TRIAL_STEPS):
+            compute(batch)
+        self._wait()
+        return (perf_counter() - begin) / TRIAL_STEPS
+
+    def _random(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _restore(self, saved: Named, random: torch.Tensor) -> None:
+        self._tensors.restore(saved)
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(random, self._device)
+        else:
+            torch.set_rng_state(random)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -21,6 +21,7 @@ from frameworm.engine.optim.update import Update
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.errors import ModelError
+from frameworm.numerics.state import Named, StepTensors
 from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
 
@@ -103,6 +104,21 @@ class TrainStep:
         self.update.apply(factor)
         self._mark(OPTIMIZER)
         return result
+
+    def tensors(self) -> StepTensors:
+        """Everything that a step changes on the device: parameters, buffers, optimizer state and loss scale."""
+        strategy, update = self.strategy, self.update
+        parameters = {**dict(strategy.named_parameters(self.model)), **strategy.beside.parameters}
+        buffers = dict(self.model.named_buffers())
+        buffers.update((f"loss {place}", item) for place, item in enumerate(strategy.beside.buffers()))
+
+        def others() -> Named:
+            scaler, halves = self.scaler, update.halves
+            found = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
+            found.update({} if halves is None else {f"half {place}": half for place, half in enumerate(halves.tensors)})
+            return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+        return StepTensors(parameters.items(), buffers.items(), update.optimizer, others)
 
     def meet_beside(self) -> None:
         """Average the gradients of what the loss learns, which the strategy does not see."""

@@ -1,0 +1,80 @@
+"""A training step in fp64, on a copy of the model: what the step should give but for rounding."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.data.prefetch import map_tensors
+from frameworm.data.steps import StepBatch
+from frameworm.engine.model.precision import Precision
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.step import TrainStep
+from frameworm.numerics.comparison import Sketches, outputs_of
+from frameworm.numerics.sketch import dense
+from frameworm.numerics.state import Named, StepTensors
+from frameworm.parallel.strategy import Strategy
+
+
+class PreciseStep:
+    """The step of a run in fp64, on a copy of its model; `works` is false once the model has refused."""
+
+    def __init__(self, step: TrainStep | None, tensors: StepTensors | None) -> None:
+        self._step = step
+        self._tensors = tensors
+        self.works = step is not None
+
+    @classmethod
+    def of(cls, eager: TrainStep, loss_fn: Any) -> PreciseStep:
+        """A copy of a run's step; one that does not work where there can be none."""
+        strategy = eager.strategy
+        if strategy.world_size > 1 or strategy.name != "single" or strategy.beside.parameters:
+            return cls(None, None)
+        try:
+            model = copy.deepcopy(eager.model).double()
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = copy.deepcopy(loss_fn).double()
+        except Exception:  # whatever a model raises, it cannot be copied
+            return cls(None, None)
+        alone = Strategy(strategy.device)
+        step = copy.copy(eager)
+        step.update = copy.copy(eager.update)
+        step.update.halves = None
+        step.model = step.wrapped = model
+        step.strategy = alone
+        step.loss_function = LossFunction(model, loss_fn, False)
+        step.halving = step.probe = None
+        return cls(step, StepTensors(model.named_parameters(), model.named_buffers()))
+
+    def outputs(self, batch: StepBatch, state: Named) -> Sketches | None:
+        """What the step gives from a state; None where the model refuses fp64 or there is no memory for it."""
+        assert self._step is not None
+        assert self._tensors is not None
+        step, model = self._step, self._step.model
+        try:
+            self._tensors.restore(state)
+            before = self._tensors.copy()
+            micro = [map_tensors(item, _in_fp64) for item in batch.batches]
+            with step.in_precision(Precision("off", step.strategy.device)), step.marking(_no_mark):
+                result, factor = step.gradients(replace(batch, batches=micro))
+            scale = 1.0 if factor is None else float(factor)
+            named = model.named_parameters()
+            gradients = {name: dense(item.grad) * scale for name, item in named if item.grad is not None}
+            return outputs_of(result.loss, gradients, self._tensors, before)
+        except Exception:  # whatever a model or its kernels raise, it does not compute in fp64
+            self.works = False
+            return None
+        finally:
+            model.zero_grad(set_to_none=True)
+
+
+def _in_fp64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _no_mark(name: str) -> None:
+    pass
