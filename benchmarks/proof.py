@@ -17,7 +17,6 @@ benchmarks/results/proof-DEVICE.json; the exit code is 1 if a rate is too high.
 from __future__ import annotations
 
 import argparse
-import functools
 import multiprocessing
 import random
 import sys
@@ -26,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,13 +165,15 @@ def main() -> int:
     random.Random(0).shuffle(chosen)  # so that one that is stopped has some of everything
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60 * given.minutes
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        for row in pool.imap_unordered(functools.partial(_run, device=given.device), map(_name, chosen)):
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(_run, trial._replace(fault=None), given.device) for trial in chosen]
+        for ended in as_completed(waiting):
+            row = ended.result()
             rows.append(row)
             told = f"{len(rows)} of {len(chosen)}: {row['campaign']}, {row['label']}, {row['model']}: {row['passed']}"
             tell_progress(told + (f" WRONG: {row['detail']}" if row["wrong"] else ""))
             if time.monotonic() > deadline:
-                pool.terminate()
+                pool.shutdown(cancel_futures=True)
                 break
     rates = summarise(rows)
     print(table(COLUMNS, [tuple(map(str, row)) for row in rates]))
@@ -183,16 +185,11 @@ def main() -> int:
     return 1 if too_high(rows) else 0
 
 
-def _name(trial: Trial) -> Trial:
-    """A trial that can be sent to another process: faults are functions, which are found again by name."""
-    return trial._replace(fault=None)
-
-
 def _run(trial: Trial, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     began = time.monotonic()
-    if trial.campaign == "faults":
+    if trial.campaign == "faults":  # functions cannot be sent to another process, their names can
         trial = trial._replace(fault=FAULTS[trial.label.partition(" under ")[0]])
     row: dict[str, Any] = {"campaign": trial.campaign, "label": trial.label, "model": trial.model, "seed": trial.seed}
     try:
