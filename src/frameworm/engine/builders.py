@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from frameworm.engine.faults.spikes import SpikeWatch, make_spikes
 from frameworm.engine.faults.split_on_oom import Halving, make_halving
 from frameworm.engine.faults.watchdog import make_watchdog
 from frameworm.engine.job import Job
+from frameworm.engine.memory.dry_run import DryRun
 from frameworm.engine.memory.guard import MemoryGuard, make_guard
 from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler
@@ -37,6 +39,7 @@ from frameworm.engine.optim.update import Update
 from frameworm.engine.run_output import RunOutput
 from frameworm.engine.step.capture import CapturedStep, make_recorder
 from frameworm.engine.step.evaluation import NO_ACCURACY
+from frameworm.engine.step.flops import FlopWatch
 from frameworm.engine.step.graphs import GraphRecorder
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.step import TrainStep
@@ -52,6 +55,7 @@ from frameworm.observe.clocks.gradient_times import GradientWatch, unseen_becaus
 from frameworm.observe.clocks.phases import StepClock
 from frameworm.observe.clocks.ranks import RankWatch
 from frameworm.observe.clocks.windows import Windows
+from frameworm.observe.flops.counter import FlopCount
 from frameworm.observe.system.sampler import NoSampler, SystemSampler, make_sampler
 from frameworm.records.events import Events
 from frameworm.records.schema import RunRecord
@@ -106,6 +110,7 @@ class StepParts:
     halving: Halving | None
     halving_note: str | None
     watched: dict[str, str]
+    flops: FlopWatch
 
 
 def build_step(job: Job, prepared: PreparedModel) -> StepParts:
@@ -139,6 +144,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     gradients = GradientWatch(job.model, strategy.device, eager.marking, clock.mark, unseen)
     if recorder is not None:
         step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
+    eager.flops = flops = watch_flops(job, prepared, clock)
     drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
     held = Held({**users_parts(job.train.loader, "loader"), **users_parts(job.validation, "validation"), **drawing})
     state = TrainingState(
@@ -146,7 +152,27 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     )
     halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
     watched = find_watched(job, schedule, loss_function)
-    return StepParts(step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched)
+    return StepParts(
+        step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched, flops
+    )
+
+
+def watch_flops(job: Job, prepared: PreparedModel, clock: StepClock) -> FlopWatch:
+    """What counts the model's FLOPs: as its operations run, or without running them where they would not show."""
+    device, compiler = job.strategy.device, prepared.compiler
+
+    def dry(micro: Any) -> FlopCount:
+        try:
+            run = DryRun(job.model, lambda _: micro, job.loss_fn, device=device.type, precision=job.precision.name)
+            return run.count_flops()
+        except Exception as error:  # whatever a model does that cannot be copied, or not without values
+            return FlopCount(problem=str(error).partition("\n")[0])
+
+    # The compiler may write products as kernels of its own, and what it recomputes looks like any other backward.
+    recomputes = job.config.memory.activation_checkpointing != "off"
+    hidden = compiler.enabled and ("max-autotune" in (compiler.mode or "") or recomputes)
+    unseen = "strategy dp runs the model in several threads" if job.strategy.name == "dp" else None
+    return FlopWatch(device, clock.mark, dry if hidden else None, unseen)
 
 
 def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from time import perf_counter
 
@@ -254,10 +255,13 @@ class TrainingSession:
         own = summarise_rank(self._rank, aggregate)
         skipped = [self._job.train.skipped_samples]
         self.record.ranks = [own]
+        own_flops = parts.flops.own_flops(aggregate)
         if whole:
             gathered = gather_objects((own, skipped[0])) or [(own, skipped[0])]
             self.record.ranks, skipped = [item[0] for item in gathered], [item[1] for item in gathered]
-            sums = self._sum_over_ranks([float(aggregate.measured_samples), float(aggregate.measured_tokens or 0)])
+            counted = math.nan if own_flops is None else own_flops
+            held = [float(aggregate.measured_samples), float(aggregate.measured_tokens or 0), counted]
+            sums = self._sum_over_ranks(held)
         store = self._store
         fill_record(
             self.record,
@@ -276,10 +280,15 @@ class TrainingSession:
         count_per_epoch(
             communication, self._job.train.steps_per_epoch, self._job.strategy.world_size, settings.sync_every
         )
+        world_size = self.record.batch.world_size
+        flops = (own_flops or math.nan) * world_size if sums is None else sums[2]
+        if math.isfinite(flops):
+            self.record.flops = parts.flops.result(aggregate, flops, world_size)
+            self.record.mfu = None if self.record.flops is None else self.record.flops.mfu
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]
-        self._notes += [*self._job.train.notes, *parts.loss_function.notes]
+        self._notes += [*self._job.train.notes, *parts.loss_function.notes, *parts.flops.notes]
         self._notes += [] if parts.halving is None else parts.halving.notes
         self._notes += [] if protection.spikes is None else protection.spikes.notes
         self.record.skipped_samples, unread = describe(skipped)

@@ -18,6 +18,67 @@ class Statistics:
     p99: float
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """FLOPs of forward and backward by what a batch holds, padding left out.
+
+    Attributes:
+        per_sample: Where nobody knows tokens.
+        per_token: Of everything that grows with the tokens; None: tokens are not known.
+        per_squared_token: Of attention. A step with `t` tokens in `n` samples has `t * t / n` squared tokens.
+    """
+
+    per_sample: float
+    per_token: float | None = None
+    per_squared_token: float | None = None
+
+    def of(self, samples: float, tokens: float | None, squared_tokens: float | None) -> float:
+        """FLOPs of steps that hold so much together."""
+        if self.per_token is None or tokens is None:
+            return self.per_sample * samples
+        return self.per_token * tokens + (self.per_squared_token or 0.0) * (squared_tokens or 0.0)
+
+
+@dataclass(slots=True)
+class MatrixProduct:
+    """Matrix products of one shape in a step: `batch` times [rows, inner] @ [inner, columns]."""
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    precision: str
+    share: float  # of the model's FLOPs
+
+
+@dataclass(slots=True)
+class Flops:
+    """The model's own arithmetic in the mean step: forward and backward on all ranks, without padding.
+
+    Attributes:
+        per_step: FLOPs of a step.
+        per_s: FLOP/s over the measured steps.
+        attention_share: Part of it in attention kernels.
+        precision: What most of it is computed in: fp32, tf32, bf16 or fp16.
+        peak_per_s: Dense peak of all devices in that precision; None: not known.
+        achievable_per_s: What these devices reach in the model's own matrix products; None: not measured.
+        products: The largest matrix products of the model.
+    """
+
+    per_step: float
+    per_s: float | None = None
+    attention_share: float | None = None
+    precision: str | None = None
+    peak_per_s: float | None = None
+    achievable_per_s: float | None = None
+    products: list[MatrixProduct] = field(default_factory=list)
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak that the model's arithmetic reaches."""
+        return self.per_s / self.peak_per_s if self.per_s and self.peak_per_s else None
+
+
 @dataclass(slots=True)
 class Bucket:
     """One gradient bucket of DDP in the mean step; times from the beginning of the backward that sends it."""

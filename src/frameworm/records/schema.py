@@ -16,6 +16,7 @@ from typing import Any
 from frameworm.records.observations import (
     Bucket,
     Compression,
+    Flops,
     OtherTime,
     RankSummary,
     SystemSummary,
@@ -204,7 +205,8 @@ class RunRecord:
     phases: dict[str, Phase] = field(default_factory=dict)
     communication: Communication = field(default_factory=Communication)
     memory: Memory = field(default_factory=Memory)
-    mfu: float | None = None
+    mfu: float | None = None  # flops.per_s / flops.peak_per_s
+    flops: Flops | None = None
     padding_waste: float | None = None
     quality: Quality = field(default_factory=Quality)
     checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from frameworm.records.observations import ModelFlops
 from frameworm.records.outliers import MOST_KEPT, SlowSteps
 from frameworm.records.schema import PHASES, Phase, Statistics, StepRecord, Throughput
 from frameworm.records.series import SERIES_LIMIT, Series
@@ -138,6 +139,7 @@ class _Totals:
     training_s: float = 0.0  # validation is part of a step's time, but not of the speed of training
     samples: int = 0
     tokens: int = 0
+    squared_tokens: float = 0.0  # over samples: what attention grows with
     tokens_step_s: float = 0.0
     padded_tokens: int = 0
     tokens_where_padded: int = 0
@@ -158,6 +160,7 @@ class _Totals:
         tokens = step.tokens
         if tokens is not None:
             self.tokens += tokens
+            self.squared_tokens += tokens * tokens / max(step.samples, 1)
             self.tokens_step_s += training_s
             if step.padded_tokens is not None:
                 self.padded_tokens += step.padded_tokens
@@ -246,6 +249,17 @@ class StepAggregate:
         """Tokens of these steps on this rank, or None if no step knew."""
         totals = self._measured()
         return totals.tokens if totals.tokens_step_s > 0 else None
+
+    @property
+    def measured_training_s(self) -> float:
+        """Time of these steps without validation."""
+        return self._measured().training_s
+
+    def measured_flops(self, model: ModelFlops) -> float:
+        """FLOPs of these steps on this rank."""
+        totals = self._measured()
+        known = totals.tokens_step_s > 0
+        return model.of(totals.samples, totals.tokens if known else None, totals.squared_tokens if known else None)
 
     def throughput(
         self, world_size: int = 1, world_samples: int | None = None, world_tokens: int | None = None

@@ -28,6 +28,7 @@ from frameworm.engine.memory.dry_device import hidden_workspace, pretended_devic
 from frameworm.engine.model import activations
 from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import ConfigError, FramewormError, ModelError
+from frameworm.observe.flops.counter import BACKWARD, FlopCount, FlopCounter
 from frameworm.parallel.units import find_units
 from frameworm.scaling.memory_model import CheckpointingName, Peak, StepMemory
 from frameworm.scaling.memory_shapes import ModelShapes, block
@@ -198,13 +199,32 @@ class DryRun:
         fresh, repeat = Peak(**ledger.peak), Peak(**ledger.peak_beside_gradients)
         return StepMemory(micro_batch, kept, fresh, repeat, validation, size)
 
-    def _micro_batch(self, ledger: Ledger, batch: Any) -> int:
+    def count_flops(self, samples: int = 1) -> FlopCount:
+        """The model's FLOPs in a micro-batch: forward and backward, without what checkpointing computes again.
+
+        Raises:
+            ModelError: As for `step`.
+        """
+        counter = FlopCounter()
+        with self._running(Ledger(self.device)), counter:
+            batch = self._fake_batch(self._make_batch(samples))
+            self.model.train()
+            try:
+                self._micro_batch(Ledger(self.device), batch, counter)
+            finally:
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+        return counter.count
+
+    def _micro_batch(self, ledger: Ledger, batch: Any, counter: FlopCounter | None = None) -> int:
         """Forward and backward; returns what is held between the two."""
         ledger.phase = "activations"
         with self._autocast():
             loss = self._loss_function(self.model, batch).loss
         kept = ledger.total
         ledger.phase = "workspace"
+        if counter is not None:
+            counter.phase = BACKWARD
         # As loss.backward(), which is a function of torch and so would recompute outside of the pretended device.
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

@@ -44,6 +44,13 @@ class GradientMethod(Protocol):
         """As `TrainStep.gradients`."""
 
 
+class StepWatch(Protocol):
+    """Looks at steps while they run."""
+
+    def watch(self, step: TrainStep, batch: StepBatch) -> StepResult:
+        """As `TrainStep.compute`."""
+
+
 class TrainStep:
     """One optimizer step on one rank."""
 
@@ -73,6 +80,7 @@ class TrainStep:
         self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
         self.halving: GradientMethod | None = None
         self.probe: GradientProbe | None = None
+        self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
@@ -81,7 +89,7 @@ class TrainStep:
         self.update.schedule.before_step(step)
         if self.update.halves is not None:
             self.update.halves.follow()
-        result = self.compute(batch)
+        result = self.compute(batch) if self.flops is None else self.flops.watch(self, batch)
         if self._after_step is not None and self._after_step(self.model, step + 1):
             self._mark(COMMUNICATION_EXPOSED)
         self.update.end_step()
