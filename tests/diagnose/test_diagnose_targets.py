@@ -73,6 +73,13 @@ def test_limits_are_the_users_and_off_leaves_a_target_out() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("mfu", "grade"), [(0.5, "met"), (0.3, "missed"), (None, "unknown")])
+def test_mfu_is_a_target_where_it_is_asked_for(mfu: float | None, grade: str) -> None:
+    record = make_record(make_steps(), environment={"device": "NVIDIA H200"}, mfu=mfu)
+    assert {item.name: item.grade for item in grade_targets(record, TargetsConfig(mfu=0.4))}["mfu"] == grade
+    assert "mfu" not in {item.name for item in grade_targets(record)}
+
+
 @pytest.mark.parametrize(
     ("settings", "value", "grade"),
     [

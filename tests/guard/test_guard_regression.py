@@ -125,6 +125,15 @@ def test_memory(size: int, verdict: str) -> None:
     assert _judge_changed(memory={"host_bytes": size * 2**20}).verdict == verdict
 
 
+@pytest.mark.parametrize(("mfu", "verdict"), [(0.41, "ok"), (0.39, "ok"), (0.36, "regression"), (None, "not judged")])
+def test_mfu_may_drop_by_so_much_and_rise_at_will(mfu: float | None, verdict: str) -> None:
+    before = [figures(times(1, QUIET, 300), mfu=0.4)]
+    after = [figures(times(2, QUIET, 300), mfu=mfu)]
+    checks = {check.name: check.verdict for check in judge(before, after, Limits(mfu_drop=0.05)).checks}
+    assert checks["mfu"] == verdict
+    assert "mfu" not in {check.name for check in judge(before, after).checks}
+
+
 def test_device_memory_has_its_own_check() -> None:
     before = [figures(times(1, QUIET, 300), memory={"device_bytes": 10 * 2**30, "host_bytes": 2**30})]
     after = [figures(times(2, QUIET, 300), memory={"device_bytes": 12 * 2**30, "host_bytes": 2**30})]

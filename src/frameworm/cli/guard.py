@@ -102,6 +102,7 @@ def guard(
     max_memory: str = typer.Option("10%", help="Most that peak memory may grow."),
     max_accuracy_drop: str = typer.Option("1%", help="Most points that validation accuracy may drop."),
     max_loss_increase: str = typer.Option("10%", help="Most that the losses may grow."),
+    max_mfu_drop: str = typer.Option("off", help="Most that MFU may drop, as a share of what it was."),
     targets: bool = typer.Option(False, "--targets", help="Fail on targets the runs missed (observe.targets)."),
     limits_of_targets: list[str] = typer.Option(
         [], "--target", metavar="NAME=LIMIT", help="Fail on this target too, or on another limit: samples_per_s=2000."
@@ -133,6 +134,7 @@ def guard(
         parse_limit(max_memory, "--max-memory"),
         parse_limit(max_accuracy_drop, "--max-accuracy-drop"),
         parse_limit(max_loss_increase, "--max-loss-increase"),
+        parse_limit(max_mfu_drop, "--max-mfu-drop"),
     )
     if accept and not update_baseline:
         raise BaselineError("--accept says what to write into the baseline; give --update-baseline with it")

@@ -30,6 +30,9 @@ class TargetsConfig(Section):
     samples_per_s: Annotated[Positive | None, OffNone] = Field(
         default=1000.0, description="Least throughput, over all ranks."
     )
+    mfu: Annotated[Share | None, OffNone] = Field(
+        default=None, description="Least share of the GPU's peak that the model's own FLOPs reach."
+    )
     checkpoint_save_s: Annotated[Positive | None, OffNone] = Field(
         default=1.0, description="Most seconds from asking for a checkpoint until it is durable."
     )

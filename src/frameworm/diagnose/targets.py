@@ -39,6 +39,7 @@ def grade_targets(record: RunRecord, limits: TargetsConfig | None = None) -> lis
         found[:0] = [
             _graded("gpu_busy", "GPU busy", ">", limits.gpu_busy, _mean(system.gpu_busy)),
             _graded("gpu_memory", "GPU memory", ">", limits.gpu_memory, _gpu_memory(record)),
+            _graded("mfu", "MFU", ">", limits.mfu, record.mfu),
         ]
     return [target for target in found if target is not None]
 

@@ -221,7 +221,7 @@ def open_run(job: Job, parts: StepParts) -> Output:
     tally = Tally()
     output = job.open_output()
     try:
-        listeners = output.listeners(strategy.rank, job.total_steps)
+        listeners = output.listeners(strategy.rank, job.total_steps, parts.flops.mfu)
     except BaseException:
         output.abandon()
         raise

@@ -22,7 +22,7 @@ from frameworm.records.store import RunFolder, unfinished_runs
 from frameworm.records.writer import JsonLinesWriter, StepReader
 from frameworm.report.run.html import render_html
 from frameworm.report.run.page import samples_of
-from frameworm.report.run.progress import ProgressLine
+from frameworm.report.run.progress import Mfu, ProgressLine
 from frameworm.report.run.text import render_text
 
 log = logging.getLogger("frameworm")
@@ -58,7 +58,7 @@ class RunOutput:
         self._experiment = experiment
         self._writer: JsonLinesWriter | None = None
 
-    def listeners(self, rank: int, total_steps: int | None) -> list[Listener]:
+    def listeners(self, rank: int, total_steps: int | None, mfu: Mfu | None = None) -> list[Listener]:
         """Who else listens on this rank: the step writer, other sinks, the progress line."""
         found: list[Listener] = []
         sinks = self._config.observe.sinks
@@ -70,7 +70,7 @@ class RunOutput:
             if "tensorboard" in sinks:
                 found.append(TensorBoardSink(self.folder.path / "tensorboard"))
         if self._show_progress and rank == 0:
-            found.append(ProgressLine(total_steps, self._config.training.epochs, self._world_size))
+            found.append(ProgressLine(total_steps, self._config.training.epochs, self._world_size, mfu=mfu))
         return found
 
     def system_path(self, rank: int) -> Path | None:

@@ -60,6 +60,7 @@ class RunFigures:
     phases: dict[str, Estimate] = field(default_factory=dict)  # seconds per step
     memory: dict[str, int] = field(default_factory=dict)  # device_bytes, host_bytes
     quality: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
     work: Work = field(default_factory=Work)
     environment: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # the config, keys joined by dots
@@ -231,6 +232,7 @@ def _take_summary(run: RunFigures, record: RunRecord) -> None:
         mine = getattr(run.work, name)
         setattr(run.work, name, None if mine is None else mine * run.world_size)
     run.crowding = _crowding(record)
+    run.mfu = known(record.mfu)
     memory = record.memory
     if memory.host_peak_bytes is not None:
         run.memory["host_bytes"] = memory.host_peak_bytes

@@ -16,6 +16,7 @@ class Limits:
     memory: float | None = 0.10
     accuracy_drop: float | None = 0.01  # in points of accuracy: 0.01 lets 90% become 89%
     loss_increase: float | None = 0.10
+    mfu_drop: float | None = None  # relative: 0.05 lets 40% become 38%
 
 
 def parse_limit(text: str | float | None, name: str) -> float | None:

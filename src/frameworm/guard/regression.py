@@ -48,7 +48,8 @@ class Check:
     is a share of the mean step; `low` and `high` are its 95% interval where there is one.
     """
 
-    name: str  # typical_step | mean_step | pauses | device_memory | host_memory | val_accuracy | val_loss | train_loss
+    # typical_step | mean_step | pauses | mfu | device_memory | host_memory | val_accuracy | val_loss | train_loss
+    name: str
     verdict: str
     before: float | None
     after: float | None
@@ -112,6 +113,8 @@ def judge(
     judgement.environment = differences(before[-1].environment, after[-1].environment)
     if limits.regression is not None:
         _judge_time(judgement, before, after, limits.regression)
+    if limits.mfu_drop is not None:
+        _judge_mfu(judgement, before, after, limits.mfu_drop)
     if limits.memory is not None:
         for name in ("device_bytes", "host_bytes"):
             _judge_memory(judgement, name, before, after, limits.memory)
@@ -261,6 +264,22 @@ def _time_check(
         verdict = OK
     before_s, after_s = (math.exp(math.fsum(level.value for level in group) / len(group)) for group in (old, new))
     return Check(name, verdict, before_s, after_s, found.change, limit, found.low - 1, found.high - 1, reason)
+
+
+def _judge_mfu(judgement: Judgement, before: Sequence[RunFigures], after: Sequence[RunFigures], limit: float) -> None:
+    """A lower share of the device's peak is worse, where it is known on both sides."""
+    old, new = ([run.mfu for run in group if run.mfu] for group in (before, after))
+    if not old or not new:
+        reason = f"{'this run' if old else 'the baseline'} has no MFU: it is on a device whose peak is not known"
+        judgement.checks.append(Check("mfu", NOT_JUDGED, None, None, None, limit, reason=reason))
+        return
+    usual, now = math.fsum(old) / len(old), math.fsum(new) / len(new)
+    change, margin = now / usual - 1, _margin(old, len(new)) / usual
+    verdict, doubt = OK, None
+    if -change > limit:
+        verdict = REGRESSION if -change > margin else INCONCLUSIVE
+        doubt = None if verdict == REGRESSION else "beyond the limit, but runs of the baseline differ as much"
+    judgement.checks.append(Check("mfu", verdict, usual, now, change, limit, reason=doubt))
 
 
 def _judge_memory(

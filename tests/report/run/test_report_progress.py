@@ -42,6 +42,26 @@ def test_plain_lines_away_from_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\x1b" not in "".join(lines)
 
 
+def test_mfu_is_shown_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+    stream, asked = io.StringIO(), []
+
+    def mfu(samples: float, tokens: float | None, squared: float | None, seconds: float) -> float | None:
+        asked.append((samples, tokens, squared, seconds))
+        return 0.42 if len(asked) > 1 else None
+
+    line = ProgressLine(10, 3, world_size=2, stream=stream, mfu=mfu)
+    line.on_run_start(RECORD)
+    line.on_step(_step(1))
+    second = _step(2)
+    second.tokens = 12
+    line.on_step(second)
+    first, then = stream.getvalue().splitlines()
+    assert "MFU" not in first
+    assert "80 samples/s  MFU 42%" in then
+    assert asked == [(4, None, None, 0.1), (4, 12, 36.0, 0.1)]
+
+
 def test_plain_lines_are_few() -> None:
     assert len(_run(io.StringIO(), steps=500).splitlines()) == 1
 

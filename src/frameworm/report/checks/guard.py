@@ -18,6 +18,7 @@ LABELS = {
     "typical_step": "typical step",
     "mean_step": "mean step",
     "pauses": "pauses",
+    "mfu": "MFU",
     "device_memory": "device memory",
     "host_memory": "host memory",
     "val_accuracy": "val. accuracy",
@@ -112,6 +113,9 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
             change = _percent(theirs / mine - 1) if mine and theirs else ""
             label = name.removesuffix("_bytes") + " memory"
             rows.append((label, tables.data_size(mine), tables.data_size(theirs), change, ""))
+    if before.mfu is not None or after.mfu is not None:
+        change = _percent(after.mfu / before.mfu - 1) if before.mfu and after.mfu else ""
+        rows.append((LABELS["mfu"], tables.share(before.mfu), tables.share(after.mfu), change, ""))
     for name in ("val_accuracy", "val_loss", "train_loss"):
         mine_q, theirs_q = before.quality.get(name), after.quality.get(name)
         if mine_q is not None or theirs_q is not None:
@@ -210,7 +214,7 @@ def _value(name: str, value: float | None) -> str:
         return tables.seconds(value)
     if name.endswith("_memory"):
         return tables.data_size(value)
-    return tables.share(value) if name == "val_accuracy" else tables.number(value)
+    return tables.share(value) if name in ("val_accuracy", "mfu") else tables.number(value)
 
 
 def _change(check: Check) -> str:
@@ -228,6 +232,8 @@ def _interval(check: Check) -> str:
 def _limit(check: Check) -> str:
     if check.name == "val_accuracy":
         return f"-{check.limit * 100:g} pp"
+    if check.name == "mfu":
+        return f"-{check.limit * 100:g}%"
     return f"+{check.limit * 100:g}%"
 
 

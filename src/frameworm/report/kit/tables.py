@@ -107,6 +107,17 @@ def data_size(value: float | None) -> str:
     raise AssertionError("the last unit takes any size")
 
 
+def flop_rate(value: float | None) -> str:
+    """FLOP/s in the unit that suits it."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or unit == "T":
+            return f"{_three_digits(value)} {unit}FLOP/s"
+        value /= 1000
+    raise AssertionError("the last unit takes any rate")
+
+
 def share(value: float | None) -> str:
     """A share as a percentage."""
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value * 100:.1f}%"
@@ -169,6 +180,9 @@ def speed_figures(record: RunRecord) -> list[Figure]:
     figures.append(Figure("step p95", seconds(step_s.p95 if step_s else None)))
     if record.mfu is not None:
         figures.append(Figure("MFU", share(record.mfu)))
+    flops = record.flops
+    if flops is not None and flops.per_s is not None:
+        figures.append(Figure("model", flop_rate(flops.per_s)))
     if record.padding_waste is not None:
         figures.append(Figure("padding", share(record.padding_waste)))
     return figures

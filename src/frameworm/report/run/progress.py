@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import ClassVar, TextIO
 
@@ -26,19 +26,33 @@ _NARROW_BAR_WIDTH = 8
 _TIME_LEFT_WIDTH = 7
 
 
+# Share of the device's peak that steps reach: from their samples, tokens, squared tokens and seconds.
+Mfu = Callable[[float, float | None, float | None, float], float | None]
+
+
 class ProgressLine(Listener):
-    """Loss, samples/s, time left, and on a terminal the shares of the phases; elsewhere that of the wait for data.
+    """Loss, samples/s, MFU where it is known, and time left.
+
+    On a terminal also the shares of the phases, elsewhere that of the wait for data.
 
     Args:
         total_steps: Steps of the whole run, or None when nobody knows.
         epochs: Epochs of the whole run.
         world_size: Ranks that do what this one does.
         stream: Where to write; a terminal gets the live line.
+        mfu: Tells the MFU of steps of this rank.
     """
 
     must_not_break_training: ClassVar[bool] = True
 
-    def __init__(self, total_steps: int | None, epochs: int, world_size: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int | None,
+        epochs: int,
+        world_size: int,
+        stream: TextIO | None = None,
+        mfu: Mfu | None = None,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._total = total_steps
         self._epochs = epochs
@@ -46,7 +60,9 @@ class ProgressLine(Listener):
         self._live = Live(total_steps, self._stream) if self._stream.isatty() else None
         self._every_s = REDRAW_S if self._live else PLAIN_EVERY_S
         self._loss: float | None = None
-        self._samples = 0
+        self._mfu = mfu
+        self._samples = self._tokens = 0
+        self._squared_tokens = 0.0
         self._time_s = self._divided_s = 0.0
         self._phases: dict[str, float] = {}
         self._shares: dict[str, float] = {}
@@ -66,6 +82,9 @@ class ProgressLine(Listener):
         if loss is not None:
             self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
         self._samples += step.samples
+        if step.tokens is not None:
+            self._tokens += step.tokens
+            self._squared_tokens += step.tokens**2 / max(step.samples, 1)
         self._time_s += step.step_s
         if step.phases:  # short steps on a GPU are not all divided
             self._divided_s += step.step_s
@@ -98,11 +117,14 @@ class ProgressLine(Listener):
         rate = self._samples * self._world_size / self._time_s if self._time_s > 0 else 0.0
         if self._divided_s > 0:  # else those of the last time stand
             self._shares = {name: phase_s / self._divided_s for name, phase_s in self._phases.items()}
-        self._samples = 0
+        tokens, squared = (self._tokens, self._squared_tokens) if self._tokens else (None, None)
+        mfu = None if self._mfu is None else self._mfu(self._samples, tokens, squared, self._time_s)
+        self._samples = self._tokens = 0
+        self._squared_tokens = 0.0
         self._time_s = self._divided_s = 0.0
         self._phases.clear()
         loss = "unknown" if self._loss is None or not math.isfinite(self._loss) else f"{self._loss:.4f}"
-        text = f"loss {loss}  {rate:,.0f} samples/s"
+        text = f"loss {loss}  {rate:,.0f} samples/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
         if self._live is not None:
             self._live.update(step, f"epoch {epoch}/{self._epochs}", text, self._shares)
             return
