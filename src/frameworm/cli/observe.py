@@ -197,7 +197,7 @@ def diagnose(
     judge_stored(record, folder)
     if as_json:
         data = record.to_dict()
-        kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes")
+        kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes", "roofline")
         say(json.dumps({name: data[name] for name in kept}))
     else:
         from frameworm.report.run.text import render_text

@@ -23,6 +23,7 @@ from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.summary import count_per_epoch, fill_record, flatten_notes, judge_run, stop_error, summarise_rank
+from frameworm.hardware.products import achievable_flops
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
 from frameworm.records.atomic import not_world_writable
@@ -285,6 +286,9 @@ class TrainingSession:
         if math.isfinite(flops):
             self.record.flops = parts.flops.result(aggregate, flops, world_size)
             self.record.mfu = None if self.record.flops is None else self.record.flops.mfu
+        if self.record.flops is not None and self._job.config.observe.trace == "window" and self._rank == 0:
+            achievable = achievable_flops(self.record.flops.products, self._job.strategy.device)
+            self.record.flops.achievable_per_s = None if achievable is None else achievable * world_size
         if self._job.strategy.gradient_ranks == 1:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]

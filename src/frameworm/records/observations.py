@@ -80,6 +80,32 @@ class Flops:
 
 
 @dataclass(slots=True)
+class Ceiling:
+    """What a part of the step can gain at most."""
+
+    part: str  # as in `Roofline.shares`
+    share: float  # of the step that could vanish
+    speedup: float  # if all of it did
+    knobs: list[str] = field(default_factory=list)  # settings that work on this part; none: only the script can
+
+
+@dataclass(slots=True)
+class Roofline:
+    """Where the step goes on the busiest GPU of a trace; see `diagnose.roofline`.
+
+    Attributes:
+        shares: Of the traced time: matrix_products, attention, other_kernels, communication, transfer, data_wait,
+            synchronisation, launch_gaps. They add up to 1.
+        products_of_peak: How near the matrix products run to the achievable rate, or the peak where that is unknown.
+        ceilings: What each part can gain at most, the largest first.
+    """
+
+    shares: dict[str, float]
+    products_of_peak: float | None = None
+    ceilings: list[Ceiling] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Bucket:
     """One gradient bucket of DDP in the mean step; times from the beginning of the backward that sends it."""
 

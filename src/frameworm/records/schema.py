@@ -19,6 +19,7 @@ from frameworm.records.observations import (
     Flops,
     OtherTime,
     RankSummary,
+    Roofline,
     SystemSummary,
     Target,
 )
@@ -207,6 +208,7 @@ class RunRecord:
     memory: Memory = field(default_factory=Memory)
     mfu: float | None = None  # flops.per_s / flops.peak_per_s
     flops: Flops | None = None
+    roofline: Roofline | None = None  # of a run on a GPU with a trace
     padding_waste: float | None = None
     quality: Quality = field(default_factory=Quality)
     checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)

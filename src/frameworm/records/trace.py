@@ -11,6 +11,7 @@ from frameworm.records.schema import json_ready
 
 TRACE_SCHEMA_VERSION = 1
 
+MATRIX_PRODUCTS, ATTENTION, OTHER_KERNELS = "matrix_products", "attention", "other_kernels"
 WAIT_CAUSES = ("data_loading", "synchronisation", "host", "transfer", "communication", "queued", "unknown")
 
 
@@ -27,6 +28,8 @@ class DeviceTime:
             launched, because the host was waiting for the loader, had waited for the device, or was busy otherwise.
             `transfer`, `communication`: only that ran. `queued`: launched, but not begun. `unknown`: the trace has no
             launches.
+        kernels_s: The time of compute by what kernels were for: `matrix_products` (with convolutions and recurrent
+            layers), `attention` and `other_kernels`. Where two kinds ran at once it counts for the first of them.
     """
 
     device: int
@@ -39,6 +42,7 @@ class DeviceTime:
     waits_s: dict[str, float]
     streams: int
     name: str | None = None
+    kernels_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def communication_hidden_share(self) -> float | None:

@@ -21,6 +21,7 @@ from frameworm.errors import DataError
 from frameworm.observe.trace import events as trace_events
 from frameworm.observe.trace.device import matmul_kind
 from frameworm.observe.trace.intervals import Intervals
+from frameworm.observe.trace.kinds import kind_of_operator
 from frameworm.observe.trace.read import read_trace
 from frameworm.records.trace import WAIT_CAUSES, TraceSummary
 from frameworm.report.run.trace_text import render_trace
@@ -504,3 +505,43 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "device 0 (NVIDIA H200)" in done.stdout
+
+
+def test_kernels_are_told_apart_by_what_launched_them(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.step(1, 0, 100)
+    for start, operator, kernel in (
+        (0, "aten::addmm", "void some_kernel"),
+        (20, "aten::_flash_attention_forward", "void other_kernel"),
+        (40, "aten::gelu", "void gemm_like_name"),  # its operator knows better
+        (60, "frameworm::linear", "nvjet_tst"),
+    ):
+        trace.operator(operator, start, start + 5)
+        trace.launch(kernel, start + 1, start + 5, start + 15)
+    trace.launch("sm90_xmma_gemm_bf16", 81, 85, 95, call="cudaGraphLaunch")  # of a graph: only its name tells
+    (device,) = read_trace(trace.write(tmp_path / "t.json")).devices
+    assert device.kernels_s == pytest.approx({"matrix_products": 30e-6, "attention": 10e-6, "other_kernels": 10e-6})
+    assert sum(device.kernels_s.values()) == pytest.approx(device.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "matrix_products"),
+        ("aten::_scaled_mm", "matrix_products"),
+        ("aten::baddbmm_", "matrix_products"),
+        ("aten::cudnn_convolution", "matrix_products"),
+        ("aten::convolution_backward", "matrix_products"),
+        ("aten::_cudnn_rnn_backward", "matrix_products"),
+        ("triton_tem_fused_addmm_0", "matrix_products"),
+        ("aten::_scaled_dot_product_efficient_attention_backward", "attention"),
+        ("flash_attn::_flash_attn_varlen_forward", "attention"),
+        ("torch_attn::_varlen_attn", "attention"),
+        ("aten::add", "other_kernels"),
+        ("aten::convert_element_type", "other_kernels"),
+        ("aten::native_layer_norm", "other_kernels"),
+        ("aten::_foreach_addcmul_", "other_kernels"),
+    ],
+)
+def test_kinds_of_operators(name: str, kind: str) -> None:
+    assert kind_of_operator(name) == kind

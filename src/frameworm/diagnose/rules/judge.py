@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from frameworm.diagnose.roofline import roofline
 from frameworm.diagnose.rules.accounting import Facts, StepsOfRanks, gather
 from frameworm.diagnose.rules.cost import SEVERITIES, SHARES, undecided
 from frameworm.diagnose.rules.device import (
@@ -33,7 +34,7 @@ from frameworm.diagnose.rules.time import (
     transfer_bound,
 )
 from frameworm.records.estimate import Estimate
-from frameworm.records.observations import SystemSummary
+from frameworm.records.observations import Roofline, SystemSummary
 from frameworm.records.schema import ExpectedSpeedup, Finding, RunRecord
 from frameworm.records.trace import TraceSummary
 
@@ -88,11 +89,13 @@ class Judgement:
         verdict: The code that costs most, `healthy` or `inconclusive`.
         findings: At most one per code, the costliest first, `info` last.
         notes: Why the verdict is inconclusive and what to do then, and what else stood out.
+        roofline: Where the step goes on a GPU, from the trace; None without one.
     """
 
     verdict: str
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    roofline: Roofline | None = None
 
 
 def judge(
@@ -117,9 +120,8 @@ def judge(
         baseline: A run of the same work on fewer ranks.
         measured: Speedups by code that experiments have measured; they replace modelled ones.
     """
-    return judge_facts(
-        gather(record, steps=steps, system=system, config=config, trace=trace, baseline=baseline), measured
-    )
+    facts = gather(record, steps=steps, system=system, config=config, trace=trace, baseline=baseline)
+    return replace(judge_facts(facts, measured), roofline=roofline(trace, record.flops))
 
 
 def judge_facts(facts: Facts, measured: Mapping[str, ExpectedSpeedup] | None = None) -> Judgement:
@@ -153,6 +155,7 @@ def apply_judgement(record: RunRecord, judgement: Judgement) -> RunRecord:
     """Write a judgement into the record; one that was there before is replaced."""
     record.verdict = judgement.verdict
     record.findings = list(judgement.findings)
+    record.roofline = judgement.roofline or record.roofline
     kept = [note for note in record.notes or [] if not is_judgement_note(note)]
     record.notes = [*kept, *judgement.notes]
     return record
@@ -181,7 +184,7 @@ def with_findings(judgement: Judgement, findings: Sequence[Finding]) -> Judgemen
         verdict = worst.code
     elif verdict in {item.code for item in found}:
         verdict = HEALTHY
-    return Judgement(verdict, found, list(judgement.notes))
+    return Judgement(verdict, found, list(judgement.notes), judgement.roofline)
 
 
 def is_judgement_note(note: str) -> bool:

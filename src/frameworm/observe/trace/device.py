@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -135,9 +136,14 @@ class DeviceSpans:
 
 
 def device_time(
-    trace: DeviceTrace, spans: DeviceSpans, number: int, waiting: Intervals, loading: Intervals
+    trace: DeviceTrace,
+    spans: DeviceSpans,
+    number: int,
+    waiting: Intervals,
+    loading: Intervals,
+    kinds: Mapping[str, npt.NDArray[np.bool_]],
 ) -> DeviceTime:
-    """The accounts of one device."""
+    """The accounts of one device; `kinds` says which of the events are of each kind of kernel."""
     start, end = spans.window
     waits = dict.fromkeys(WAIT_CAUSES, 0.0)
     waits["communication"] = spans.only_communication.total
@@ -156,7 +162,23 @@ def device_time(
         waits_s={cause: time * MICROSECOND for cause, time in waits.items()},
         streams=len(np.unique(trace.events.device["stream"][here])),
         name=_device_name(trace.events.header, number),
+        kernels_s=_kernel_times(trace, spans, here, kinds),
     )
+
+
+def _kernel_times(
+    trace: DeviceTrace,
+    spans: DeviceSpans,
+    here: npt.NDArray[np.bool_],
+    kinds: Mapping[str, npt.NDArray[np.bool_]],
+) -> dict[str, float]:
+    """Seconds of compute by kind; each moment counts for the first kind that ran then."""
+    found, seen = {}, Intervals.covering(np.empty(0), np.empty(0))
+    for kind, chosen in kinds.items():
+        span = trace.span(here & chosen & ~trace.communication & ~trace.transfer).within(*spans.window) - seen
+        found[kind] = span.total * MICROSECOND
+        seen = seen | span
+    return found
 
 
 def _idle_causes(

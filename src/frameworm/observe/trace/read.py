@@ -23,6 +23,7 @@ from frameworm.observe.trace.device import (
 from frameworm.observe.trace.events import KERNEL, OPERATOR, TraceEvents, read_events
 from frameworm.observe.trace.host import TOP, HostSpans, kernels_by_time, nest, operators, ranges, threads
 from frameworm.observe.trace.intervals import Intervals
+from frameworm.observe.trace.kinds import kernel_kinds
 from frameworm.records.trace import HostTime, TraceStep, TraceSummary
 
 _CUDA, _CPU = 1, 0
@@ -46,9 +47,11 @@ def read_trace(path: str | os.PathLike[str], most: int = TOP) -> TraceSummary:
     device_window, left_out = _device_window(events, trace, window)
     numbers = np.unique(trace.number[trace.kind == KERNEL]) if len(events.device) else np.empty(0, dtype=np.int64)
     spans = {int(number): DeviceSpans(trace, int(number), device_window) for number in numbers}
-    devices = [device_time(trace, spans[number], number, waiting, host.loading) for number in spans]
+    nesting = nest(events)
+    kinds = kernel_kinds(events, nesting, trace.launch)
+    devices = [device_time(trace, spans[number], number, waiting, host.loading, kinds) for number in spans]
     devices.sort(key=lambda item: -item.busy_s)
-    by_device, by_cpu, by_memory = operators(events, nest(events), trace.launch, most)
+    by_device, by_cpu, by_memory = operators(events, nesting, trace.launch, most)
     information = events.header.get("distributedInfo")
     information = information if isinstance(information, dict) else {}
     return TraceSummary(

@@ -183,9 +183,27 @@ def speed_figures(record: RunRecord) -> list[Figure]:
     flops = record.flops
     if flops is not None and flops.per_s is not None:
         figures.append(Figure("model", flop_rate(flops.per_s)))
+        if flops.achievable_per_s:
+            figures.append(Figure("of achievable", share(flops.per_s / flops.achievable_per_s)))
     if record.padding_waste is not None:
         figures.append(Figure("padding", share(record.padding_waste)))
     return figures
+
+
+def roofline_rows(record: RunRecord) -> list[tuple[str, float]]:
+    """Parts of the step on the GPU and their shares, from a trace; empty without one."""
+    found = record.roofline
+    return [] if found is None else [(plain(name.replace("_", " ")), part) for name, part in found.shares.items()]
+
+
+def ceiling_rows(record: RunRecord) -> list[str]:
+    """What each part of the step can gain at most, with the settings that work on it; small ones are left out."""
+    return [
+        f"{item.part.replace('_', ' ')} {share(item.share)}: at most {item.speedup:.2f}x"
+        + (f" ({', '.join(item.knobs)})" if item.knobs else "")
+        for item in ([] if record.roofline is None else record.roofline.ceilings)
+        if item.share >= _WORTH_A_PLACE
+    ]
 
 
 def run_figures(record: RunRecord) -> list[Figure]:

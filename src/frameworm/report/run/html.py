@@ -155,6 +155,10 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         facts.append(("batch", tables.batch_text(record.batch)))
     if own or record.memory.peak_bytes is not None:
         facts.append(("memory", tables.memory_text(record)))
+    parts = [f"{label} {tables.share(part)}" for label, part in tables.roofline_rows(record) if part > 0]
+    if parts:
+        facts.append(("GPU time, from the trace", ", ".join(parts)))
+        facts.append(("most that can be gained", "; ".join(tables.ceiling_rows(record))))
     communication = communication_text(record)
     if communication is not None:
         facts.append(("communication", communication))

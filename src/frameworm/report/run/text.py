@@ -36,6 +36,7 @@ def render_text(record: RunRecord, width: int = 80) -> str:
     phases = tables.phase_rows(record)
     if phases:
         lines += ["", "mean step, by phase", *_phase_lines(phases, width), ""]
+    lines += _roofline_lines(record, width)
     communication = communication_text(record)
     if communication is not None:
         lines += _field("network", communication, width)
@@ -64,6 +65,21 @@ def _phase_lines(rows: list[PhaseRow], width: int) -> list[str]:
         f"{bar(row.share, bar_width)}".rstrip()
         for row in rows
     ]
+
+
+def _roofline_lines(record: RunRecord, width: int) -> list[str]:
+    rows = [(label, part) for label, part in tables.roofline_rows(record) if part > 0]
+    if not rows:
+        return []
+    label_width = max(len(label) for label, _ in rows)
+    bar_width = max(4, width - label_width - 2 - 2 - 6 - 1)
+    lines = ["", "time of the GPU, from the trace"]
+    lines += [
+        f"  {label:<{label_width}}  {tables.share(part):>6} {bar(part, bar_width)}".rstrip() for label, part in rows
+    ]
+    for index, text in enumerate(tables.ceiling_rows(record)):
+        lines += _field("" if index else "gains", text, width)
+    return [*lines, ""]
 
 
 def _milliseconds(row: PhaseRow) -> str:

@@ -69,6 +69,8 @@ def _device(device: DeviceTime, width: int) -> list[str]:
     rows += [(_CAUSE_LABELS[cause], device.waits_s.get(cause, 0.0)) for cause in WAIT_CAUSES]
     rows = [row for row in rows if row[1] > 0]
     busy = device.busy_s / device.wall_s if device.wall_s else None
+    kinds = [(f"  {kind.replace('_', ' ')}", time_s) for kind, time_s in device.kernels_s.items() if time_s > 0]
+    rows[1:1] = kinds if rows and rows[0][0] == "computes" else []
     lines = [f"{name}: busy {tables.share(busy)} of the time, {device.streams} stream{'s' * (device.streams != 1)}"]
     label_width = max((len(label) for label, _ in rows), default=0)
     bar_width = max(4, width - label_width - 24)
