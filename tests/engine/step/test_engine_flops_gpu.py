@@ -15,7 +15,10 @@ from frameworm.engine.run import run
 from frameworm.hardware.devices import peak_flops
 from frameworm.models.gpt import GPT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 8, 256, 128, 2, 8192
 FLOPS = BATCH * (
