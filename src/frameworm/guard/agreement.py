@@ -122,6 +122,19 @@ class Agreement:
     draws: Draws | None = None
     changes_precision: bool = False
 
+    @property
+    def compared(self) -> Compared:
+        """What was compared, without the measurements."""
+        return Compared(
+            len(self.states),
+            self.reference,
+            self.unit,
+            self.repeats,
+            0 if self.draws is None else self.draws.count,
+            len(self.updates),
+            max(self.updates.values(), default=0.0),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
         plain = asdict(self)
@@ -139,6 +152,29 @@ class Agreement:
         if draws is not None:
             read = Draws(**{**draws, "before": tuple(draws["before"]), "after": tuple(draws["after"])})
         return cls(**{**values, "states": states, "draws": read})
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The extent of a comparison, for reports.
+
+    Attributes:
+        states: How many states both sides started from.
+        reference: See `Agreement`.
+        unit: See `Agreement`.
+        repeats: See `Agreement`.
+        draws: Steps of each side with random draws as in training; 0: not compared.
+        updates: Parameters whose update was compared with that of torch's plain optimizer.
+        worst_update: The largest error of these, in multiples of what rounding explains.
+    """
+
+    states: int
+    reference: str
+    unit: float
+    repeats: float
+    draws: int
+    updates: int
+    worst_update: float
 
 
 class OutputAgreement(NamedTuple):
@@ -173,7 +209,8 @@ class AgreementVerdict(NamedTuple):
 def judge_agreement(measured: Agreement) -> AgreementVerdict:
     """Judge a comparison; see the module."""
     outputs = agreement_per_output(measured)
-    problems = [*measured.differences, *_update_problems(measured.updates), *_output_problems(outputs)]
+    problems = [*measured.differences, *_update_problems(measured.updates)]
+    problems += [problem for item in outputs if (problem := output_problem(item)) is not None]
     if measured.draws is not None:
         problems += _draw_problems(measured.draws, measured.unit)
     if problems:
@@ -209,7 +246,8 @@ def agreement_per_output(measured: Agreement) -> list[OutputAgreement]:
             found.append(item if stands_out else item._replace(bias=together.bias, bias_error=together.bias_error))
     if below:
         pooled = _over_states(_POOLED, _merged(list(below.values())), measured.unit, below_noise=True)
-        found.append(pooled._replace(name=f"{len(below)} {_POOLED}", bias=0.0, bias_error=0.0))
+        name = "1 output below its rounding noise" if len(below) == 1 else f"{len(below)} {_POOLED}"
+        found.append(pooled._replace(name=name, bias=0.0, bias_error=0.0))
     return sorted(found, key=lambda item: -max(item.times / item.allowed, abs(item.bias) / BIAS_ALLOWED))
 
 
@@ -249,22 +287,20 @@ def _over_states(name: str, rows: Sequence[OutputErrors], unit: float, *, below_
     return OutputAgreement(name, error / scale, explained / scale, times, allowed, bias, scatter, below_noise)
 
 
-def _output_problems(outputs: Iterable[OutputAgreement]) -> list[str]:
-    problems = []
-    for item in outputs:
-        if not math.isfinite(item.error):
-            problems.append(f"{item.name} is not finite")
-        elif item.times > item.allowed:
-            problems.append(
-                f"{item.name} is off by {item.error:.2g} of its length, {item.times:.2g} times what rounding explains"
-            )
-        elif not item.below_noise and abs(item.bias) - item.bias_error > BIAS_ALLOWED:
-            problems.append(
-                f"{item.name} is {_percent(item.bias)} too {'long' if item.bias > 0 else 'short'} on average"
-            )
-        elif not item.below_noise and abs(item.bias) + item.bias_error > BIAS_ALLOWED and _stands_out(item):
-            problems.append(f"{item.name} may be {_percent(item.bias)} too {'long' if item.bias > 0 else 'short'}")
-    return problems
+def output_problem(item: OutputAgreement) -> str | None:
+    """What speaks against one output, in words; None: nothing does."""
+    if not math.isfinite(item.error):
+        return f"{item.name} is not finite"
+    if item.times > item.allowed:
+        return f"{item.name} is off by {item.error:.2g} of its length, {item.times:.2g} times what rounding explains"
+    if item.below_noise:
+        return None
+    word = "long" if item.bias > 0 else "short"
+    if abs(item.bias) - item.bias_error > BIAS_ALLOWED:
+        return f"{item.name} is {_percent(item.bias)} too {word} on average"
+    if abs(item.bias) + item.bias_error > BIAS_ALLOWED and _stands_out(item):
+        return f"{item.name} may be {_percent(item.bias)} too {word}"
+    return None
 
 
 def _stands_out(item: OutputAgreement) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, NamedTuple
 
-from frameworm.guard.agreement import Agreement, OutputAgreement, judge_agreement
+from frameworm.guard.agreement import Agreement, Compared, OutputAgreement, judge_agreement
 from frameworm.guard.gain import Speedup, Window, speedup_of
 from frameworm.guard.quality import Quality, judge_quality
 
@@ -82,6 +82,7 @@ class Proof:
     Attributes:
         outputs: How well the sides agree, output by output, the least alike first.
         change: What the change does to the numbers.
+        compared: What was compared in lock step; None: nothing was.
     """
 
     verdict: Verdict
@@ -93,6 +94,7 @@ class Proof:
     outputs: list[OutputAgreement] = field(default_factory=list)
     change: ChangeClass | None = None
     quality: Quality | None = None
+    compared: Compared | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
@@ -101,12 +103,13 @@ class Proof:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Proof:
         """The proof that `to_json` wrote."""
-        speedup, quality = values.get("speedup"), values.get("quality")
+        speedup, quality, compared = (values.get(name) for name in ("speedup", "quality", "compared"))
         fields = {item.name for item in dataclass_fields(cls)}
         known = {
             **{key: value for key, value in values.items() if key in fields},
             "speedup": None if speedup is None else Speedup(**speedup),
             "quality": None if quality is None else Quality.from_json(quality),
+            "compared": None if compared is None else Compared(**compared),
             "checks": [Check(**item) for item in values.get("checks", [])],
             "outputs": [OutputAgreement(*item) for item in values.get("outputs", [])],
         }
@@ -147,6 +150,7 @@ def prove(
         outputs,
         _class_of(evidence, mathematics),
         quality,
+        evidence.agreement.compared if evidence is not None and evidence.agreement is not None else None,
     )
 
 

@@ -14,8 +14,10 @@ from frameworm.report.kit.page_templates import load_template
 from frameworm.report.run import charts
 from frameworm.report.tune import charts as charts_tune
 from frameworm.report.tune import tables as tune_tables
+from frameworm.report.tune.agreement import LayerRow, change_text, compared_text, layer_rows
 
 MOST_CURVES = 12
+MOST_LAYERS = 6
 _SIGNS = {True: ("✓", "met"), False: ("✗", "missed")}
 _TITLES = {
     "rejected": "Tried and rejected",
@@ -27,14 +29,39 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class ProofView:
-    """One proof: its curves, its checks (each as sign, class, name and detail), and the rows of a longer check."""
+    """One proof.
+
+    Attributes:
+        label: What was proved.
+        verdict: What came of it.
+        change: The class of the change, in words; empty where it is not known.
+        compared: What both sides were compared on; empty where they were not compared from the same states.
+        layers: How well the sides agree, layer by layer, the worst first.
+        chart: Loss curves, for a proof without a comparison from the same states.
+        has_band: Whether the chart shows what rounding explains.
+        checks: Each as sign, class, name and detail.
+        seeds: Rows of a quality check.
+    """
 
     label: str
     verdict: str
+    change: str
+    compared: str
+    layers: tuple[LayerRow, ...]
     chart: Markup
     has_band: bool
     checks: tuple[tuple[str, str, str, str], ...]
     seeds: tuple[tuple[str, str, str, str, str], ...]
+
+    @property
+    def worst_layers(self) -> tuple[LayerRow, ...]:
+        """Those shown at once."""
+        return self.layers[:MOST_LAYERS]
+
+    @property
+    def output_count(self) -> int:
+        """Outputs of all layers."""
+        return sum(len(layer.outputs) for layer in self.layers)
 
 
 def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
@@ -122,11 +149,17 @@ def _proof_view(label: str, proof: Mapping[str, Any]) -> ProofView:
         passed = given.get("passed")
         sign, css_class = _SIGNS[passed] if isinstance(passed, bool) else ("?", "unknown")
         checks.append((sign, css_class, tables.plain(given.get("name") or ""), tables.plain(given.get("detail") or "")))
-    chart = charts_tune.losses_chart(proof, f"Loss before and after: {label}")
+    compared, layers = compared_text(proof), layer_rows(proof)
+    # The curves of a comparison from the same states are two trainings that run freely: they prove nothing.
+    free = compared or layers
+    chart = Markup("") if free else charts_tune.losses_chart(proof, f"Loss before and after: {label}")
     band = [tune_tables.figure(value) for value in tune_tables.sequence(proof.get("allowed_drift"))]
     return ProofView(
         label,
         tables.plain(proof.get("verdict") or tables.UNKNOWN),
+        change_text(proof),
+        compared,
+        tuple(layers),
         chart,
         bool(chart) and any(value is not None and math.isfinite(value) for value in band),
         tuple(checks),

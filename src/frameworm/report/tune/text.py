@@ -10,6 +10,7 @@ from frameworm.report.kit import tables
 from frameworm.report.kit.layout import LABEL_WIDTH, field, heading, table
 from frameworm.report.run.text import bar
 from frameworm.report.tune import tables as tune_tables
+from frameworm.report.tune.agreement import change_text, compared_text, layer_rows
 from frameworm.report.tune.tables import Stage
 
 WIDTH = 80
@@ -17,6 +18,9 @@ _NARROWEST = 50
 _LONGEST_LABEL = 32
 _LONGEST_REASON = 150
 _SHORTEST_BAR = 8
+_MOST_LAYERS = 4
+# What the columns of an agreement take beside the layer's name.
+_AGREEMENT_WIDTH = 40
 
 
 def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = WIDTH) -> str:
@@ -42,6 +46,7 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     learning = _learning(result)
     if learning:
         lines += field("learning", learning, width)
+    lines += _agreement(tune_tables.final_proof(result), width)
     lines += field("search", tune_tables.spent(result), width)
     if len(stages) > 1:
         # Not wrapped: a command in two pieces cannot be copied.
@@ -97,6 +102,27 @@ def _learning(result: Mapping[str, Any]) -> str:
         if name and name != "gain":
             parts.append(f"{name}: {detail}")
     return "; ".join(parts)
+
+
+def _agreement(proof: Mapping[str, Any], width: int) -> list[str]:
+    """The class of the change, what was compared, and the layers that agree least."""
+    lines = []
+    for label, text in (("change", change_text(proof)), ("compared", compared_text(proof))):
+        if text:
+            lines += field(label, text, width)
+    layers = layer_rows(proof)
+    if not layers:
+        return lines
+    shown = layers[:_MOST_LAYERS]
+    others = f"; the {len(layers) - len(shown)} others are in report.html" if len(layers) > len(shown) else ""
+    lines += field("agreement", f"error of each layer's worst output beside what rounding explains{others}", width)
+    rows = [("layer", "error", "rounding", "bias")]
+    for item in shown:
+        longest = min(_LONGEST_LABEL, width - _AGREEMENT_WIDTH)
+        # The end of a path says more than its beginning.
+        layer = item.layer if len(item.layer) <= longest else "…" + item.layer[1 - longest :]
+        rows.append((layer, item.worst.error, item.worst.explained, item.worst.bias))
+    return [*lines, *table(rows, width)]
 
 
 def _cut(text: str, longest: int) -> str:
