@@ -94,8 +94,11 @@ def test_layers_are_listed_worst_first_beside_what_rounding_explains() -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({}, ["precision: the same arithmetic in another precision", "the same step in fp64", "bf16, which rounds"]),
-        ({"changes_precision": False}, ["rounding: the same arithmetic in the same precision"]),
+        (
+            {},
+            ["precision: should compute the same, in another precision", "the same step in fp64", "bf16, which rounds"],
+        ),
+        ({"changes_precision": False}, ["rounding: should compute the same in the same precision"]),
         ({"unit": 2.0**-24, "reference": "fp32"}, ["the same step in fp32, eager", "precision fp32, which rounds"]),
         ({"unit": 2.0**-11}, ["coarsest precision TF32 or fp16, which rounds by up to 0.049%"]),
         ({"draws": Draws(24, (1.0, 0.1, 0.5), (1.0, 0.1, 0.5))}, ["24 steps of each side with dropout and other"]),
@@ -130,6 +133,8 @@ def test_what_speaks_against_a_change_stands_out() -> None:
     page = render_tune(searched(proof))
     assert '<td class="missed">30%</td>' in page
     assert '<td class="missed">1.8%</td>' not in page
+    # A bias is told from an error: the gradient that is too long has no more error than rounding explains.
+    assert re.search(r'<td>1%</td>.*<td class="missed">\+[12]\.\d\d% ± 0\.0\d%</td>', page)
 
 
 def test_outputs_below_their_noise_are_multiples_of_it() -> None:
@@ -174,7 +179,7 @@ def test_an_approximation_says_what_decides() -> None:
     proof = prove(WINDOWS, Evidence(learning, learning), mathematics="more", consent=True).to_json()
     page, text = render_tune(searched(proof)), " ".join(waterfall(searched(proof)).split())
     for shown in (page, text):
-        assert "approximation: other gradients, so a quality check decides" in shown
+        assert "approximation: computes other gradients, so a quality check decides" in shown
         assert "dropout off" not in shown
     assert "rounding explains</th>" not in page
     assert "Loss before and after" in page

@@ -15,9 +15,9 @@ from frameworm.report.kit import tables
 from frameworm.report.tune.tables import figure, mapping, sequence
 
 CHANGES = {
-    "rounding": "the same arithmetic in the same precision, by other kernels or in another order",
-    "precision": "the same arithmetic in another precision",
-    "approximation": "other gradients, so a quality check decides and not a comparison step by step",
+    "rounding": "should compute the same in the same precision, by other kernels or in another order",
+    "precision": "should compute the same, in another precision",
+    "approximation": "computes other gradients, so a quality check decides and not a comparison step by step",
 }
 TOP_LEVEL = "(top level)"
 _REFERENCES = {
@@ -53,6 +53,11 @@ class OutputRow:
     used: float
     expected: float
     problem: str
+
+    @property
+    def too_far(self) -> bool:
+        """Whether its error is beyond the limit; a problem that is none of these is a bias."""
+        return bool(self.problem) and self.used >= 1
 
 
 @dataclass(frozen=True, slots=True)
