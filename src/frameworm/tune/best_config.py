@@ -135,7 +135,9 @@ def _comment(result: TuneResult, key: str) -> str:
     if source.attempt.why:
         why = source.attempt.why
         parts.append(_NO_FINDINGS.get(why) or f"because of {why.replace('_', ' ')}")
-    parts.append(numbers(source.candidate.mathematics, source.checked))
+    proof = source.attempt.proof
+    precision = proof is not None and proof.change == "precision"
+    parts.append(numbers("precision" if precision else source.candidate.mathematics, source.checked))
     partners = [name for name in source.candidate.changes if name != key and name in result.changes]
     if partners:
         parts.append(f"one change with {' and '.join(partners)}")

@@ -61,10 +61,15 @@ def proof_of(
 
 def searched(proof: dict[str, Any], label: str = "gpu.mixed_precision=bf16") -> dict[str, Any]:
     """A search whose only change has this proof."""
-    attempt = {"knob": "precision", "label": label, "status": proof["verdict"], "reason": "", "proof": proof}
-    accepted = {"knob": "precision", "changes": {"gpu.mixed_precision": "bf16"}, "speedup": proof["speedup"]}
-    kept = proof["verdict"] == "accepted"
-    return {"name": "a", "attempts": [attempt], "accepted": [accepted] if kept else [], "speedup": proof["speedup"]}
+    change = {"knob": "precision", "changes": {"gpu.mixed_precision": "bf16"}}
+    accepted = {**change, "speedup": proof["speedup"], "mathematics": "rounding"}
+    return {
+        "name": "a",
+        "attempts": [{**change, "label": label, "status": proof["verdict"], "reason": "", "proof": proof}],
+        "accepted": [accepted] if proof["verdict"] == "accepted" else [],
+        "changes": {"gpu.mixed_precision": {"before": "off", "after": "bf16"}},
+        "speedup": proof["speedup"],
+    }
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -114,6 +119,12 @@ def test_what_was_compared_is_told(more: dict[str, Any], told: list[str]) -> Non
         assert words in text
     for words, key in (("random draws as in", "draws"), ("plain optimizer, errors", "updates"), ("repeats", "repeats")):
         assert (words in text) == (key in more)
+
+
+def test_another_precision_is_not_called_rounding_only() -> None:
+    page, same = (render_tune(searched(proof_of(OUTPUTS, changes_precision=other))) for other in (True, False))
+    assert "<td>another precision</td>" in page
+    assert "<td>rounding only</td>" in same
 
 
 def test_what_speaks_against_a_change_stands_out() -> None:

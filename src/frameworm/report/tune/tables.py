@@ -15,7 +15,12 @@ from frameworm.records.schema import PHASES
 from frameworm.report.kit import tables
 
 # What the tuner calls the mathematics of a change, as people say it.
-MATHEMATICS = {"nothing": "the same numbers", "rounding": "rounding only", "more": "approximate"}
+MATHEMATICS = {
+    "nothing": "the same numbers",
+    "rounding": "rounding only",
+    "precision": "another precision",
+    "more": "approximate",
+}
 STATUSES = ("accepted", "rejected", "inconclusive", "failed", "skipped")
 FAILURES = {
     "oom": "out of memory",
@@ -271,11 +276,18 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
                 setting(values.get("before")),
                 setting(values.get("after")),
                 "" if gain is None else gain.text() + ("" if source.get("proved_alone", True) else ", in its trial"),
-                numbers(source.get("mathematics"), source.get("checked")),
+                numbers(_precision(result, source) or source.get("mathematics"), source.get("checked")),
                 tables.plain(source.get("why") or "").replace("_", " "),
             )
         )
     return rows
+
+
+def _precision(result: Mapping[str, Any], accepted: Mapping[str, Any]) -> str | None:
+    """`precision` where the proof of an accepted change found that it computes in another one."""
+    attempts = [mapping(item) for item in sequence(result.get("attempts"))]
+    proofs = [mapping(item.get("proof")) for item in attempts if item.get("changes") == accepted.get("changes")]
+    return "precision" if any(proof.get("change") == "precision" for proof in proofs) else None
 
 
 def phases_before_after(result: Mapping[str, Any]) -> list[PhaseBeforeAfter]:
