@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,13 @@ def test_nothing_changed_leaves_the_file_and_says_so(tmp_path: Path) -> None:
     text = render_best(searched(start), "name: a  # mine\n")
     assert text.endswith("\nname: a  # mine\n")
     assert "nothing was found" in text
+
+
+def test_another_precision_is_not_called_rounding_only(tmp_path: Path) -> None:
+    original = "name: a\ngpu:\n  mixed_precision: off\n"
+    result = searched(reread(original, tmp_path), ({"gpu.mixed_precision": "bf16"}, "rounding"))
+    assert "rounding only" in render_best(result, original)
+    attempt = result.accepted[0].attempt
+    assert attempt.proof is not None
+    attempt.proof = replace(attempt.proof, change="precision")
+    assert "another precision" in render_best(result, original)
