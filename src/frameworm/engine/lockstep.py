@@ -28,7 +28,7 @@ from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.precise import PreciseStep
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.engine.step.step import TrainStep
-from frameworm.guard.agreement import Agreement, Draws, OutputErrors, StateErrors
+from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputErrors, StateErrors
 from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate, settings_of
@@ -218,6 +218,7 @@ class LeadingGate(_Lockstep):
         super().__init__(plan)
         self._early: dict[int, Named] = {}
         self._precise: PreciseStep | None = None
+        self._draws_itself = False
         self.random: bool | None = None
 
     def admit(self, batch: StepBatch) -> None:
@@ -240,23 +241,36 @@ class LeadingGate(_Lockstep):
         at = self.plan.early[place] if place < len(self.plan.early) else self._number - 1
         state = self._early.pop(at, None) or now
         if self.random is None:
-            self.random = self._is_random(batch, state)
+            self._draws_itself = self._is_random(batch, state)
+            with self._dropout.lifted() if self._dropout is not None else contextlib.nullcontext():
+                self.random = self._is_random(batch, state)
         own = self._own(batch, state, place)
         decisions = self._decisions()
         again = self._own(batch, state, place)
-        moved = [self._own(batch, self._perturbed(state, seed), place) for seed in range(_PERTURBATIONS)]
         expected = self._expected(batch, state, place)
-        reference, kind = self._reference(batch, state, place)
+        if self._draws_itself:
+            # In another precision it would draw other numbers, so errors are those against an eager step in the same.
+            unit = ROUNDING_UNITS[self._expected_precision]
+            pushed = [self._perturbed(state, seed, unit) for seed in range(_PERTURBATIONS)]
+            moved = [self._expected(batch, other, place) for other in pushed]
+            baseline = reference = expected
+            kind, noise = "eager", noise_of(expected, moved)
+        else:
+            pushed = [self._perturbed(state, seed, self.plan.unit) for seed in range(_PERTURBATIONS)]
+            moved = [self._own(batch, other, place) for other in pushed]
+            baseline = own
+            reference, kind = self._reference(batch, state, place)
+            noise = noise_of(own, [again, *moved])
         sent = state if place in self.plan.updates else _without_optimizer(state)
         return {
             "at": at,
             "tensors": whole(sent),
             "decisions": decisions,
-            "baseline": own,
+            "baseline": baseline,
             "expected": expected,
-            "reference": own if reference is None else reference,
+            "reference": reference,
             "kind": kind,
-            "noise": noise_of(own, [again, *moved]),
+            "noise": noise,
             "repeats": _distance(own, again),
             "counts": self._counts(),
         }
@@ -266,14 +280,20 @@ class LeadingGate(_Lockstep):
         counts.update((f"change of {name}", item.numel()) for name, item in self._tensors.buffers.items())
         return {**counts, "loss": 1}
 
-    def _perturbed(self, state: Named, seed: int) -> Named:
-        """A state whose parameters are moved by at most one rounding of this run's precision."""
+    @property
+    def _expected_precision(self) -> str:
+        """The following run's precision, as `ROUNDING_UNITS` names it."""
+        name = Precision(self.plan.precision, self._device).name
+        return name if name != "off" else "tf32" if self.plan.tf32 and self._device.type == "cuda" else "fp32"
+
+    def _perturbed(self, state: Named, seed: int, unit: float) -> Named:
+        """A state whose parameters are moved by at most one unit of rounding."""
         generator = torch.Generator().manual_seed(seed)
         moved = dict(state)
         for name, tensor in state.items():
             if name.startswith("parameter ") and tensor.is_floating_point():
                 noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
-                moved[name] = tensor * (1 + self.plan.unit * noise.to(tensor.device, tensor.dtype))
+                moved[name] = tensor * (1 + unit * noise.to(tensor.device, tensor.dtype))
         return moved
 
     def _expected(self, batch: StepBatch, state: Named, seed: int) -> Sketches:
@@ -296,7 +316,7 @@ class LeadingGate(_Lockstep):
             self._eager.update.clear()
         return outputs_of(result.loss, self._probe.gradients, self._tensors, state)
 
-    def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches | None, str]:
+    def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches, str]:
         """The step in fp64 where the model can, else in strict fp32."""
         if self._precise is None:
             self._precise = PreciseStep.of(self._eager, self._session.loss_fn)
@@ -310,14 +330,11 @@ class LeadingGate(_Lockstep):
             return self._eagerly(batch, Precision("off", self._device), state), "fp32"
 
     def _is_random(self, batch: StepBatch, state: Named) -> bool:
-        """Whether an eager step with dropout as in training depends on the seed."""
-        if self._dropout is None:
-            return False
+        """Whether an eager step depends on the seed."""
         seen = []
-        with self._dropout.lifted():
-            for seed in (0, 1, 0):
-                self._load(state, seed)
-                seen.append(self._eagerly(batch, self._session.precision, state))
+        for seed in (0, 1, 0):
+            self._load(state, seed)
+            seen.append(self._eagerly(batch, self._session.precision, state))
         return _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
 
 
@@ -353,7 +370,7 @@ class FollowingGate(_Lockstep):
 
     def agreement(self) -> Agreement:
         """What was measured."""
-        kind = "fp32" if "fp32" in self._kinds else "fp64"
+        kind = next((kind for kind in ("eager", "fp32") if kind in self._kinds), "fp64")
         return Agreement(
             self.states, self._differences, self._updates, kind, self.plan.unit, self._repeats, self._draws
         )

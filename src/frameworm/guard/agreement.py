@@ -106,7 +106,8 @@ class Agreement:
         states: One entry per compared state.
         differences: Decisions that are not equal, in words: rates, decay, skipped steps.
         updates: For each parameter the error of its update, in multiples of what rounding explains.
-        reference: What errors are measured against: `fp64`, `fp32` or `baseline` (itself, for want of a better one).
+        reference: What errors are measured against: `fp64`, `fp32`, `eager` (a step in the same precision, where the
+            model draws random numbers itself) or `baseline` (itself, for want of a better one).
         unit: Unit of rounding of the coarser precision of both sides.
         changes_precision: The candidate computes in another precision.
         repeats: Relative distance of two runs of the baseline's step from the same state; 0: it is deterministic.
@@ -210,7 +211,10 @@ def judge_agreement(measured: Agreement) -> AgreementVerdict:
     """Judge a comparison; see the module."""
     outputs = agreement_per_output(measured)
     problems = [*measured.differences, *_update_problems(measured.updates)]
-    problems += [problem for item in outputs if (problem := output_problem(item)) is not None]
+    off = [problem for item in outputs if (problem := output_problem(item)) is not None]
+    if not problems and off and len(off) == len(outputs) and measured.reference == "eager":
+        return AgreementVerdict(None, "the model draws random numbers, and the two sides draw different ones", outputs)
+    problems += off
     if measured.draws is not None:
         problems += _draw_problems(measured.draws, measured.unit)
     if problems:
@@ -335,7 +339,9 @@ def _draw_problems(draws: Draws, unit: float) -> list[str]:
 def _agreed(measured: Agreement, judged: Sequence[OutputAgreement]) -> str:
     worst = max(judged, key=lambda item: item.times)
     bias = max(judged, key=lambda item: abs(item.bias))
-    against = {"fp64": "an fp64 reference", "fp32": "an fp32 reference"}.get(measured.reference, "the config before it")
+    against = {"fp64": "an fp64 reference", "fp32": "an fp32 reference", "eager": "an eager step"}.get(
+        measured.reference, "the config before it"
+    )
     text = (
         f"gradients of {len(judged)} outputs agree at {len(measured.states)} states: errors against {against} at most "
         f"{worst.times:.2g} times what rounding explains, bias at most {_percent(bias.bias)}"

@@ -23,6 +23,7 @@ TOP_LEVEL = "(top level)"
 _REFERENCES = {
     "fp64": "errors measured against the same step in fp64",
     "fp32": "errors measured against the same step in fp32, eager and without TF32",
+    "eager": "errors measured against an eager step in the same precision, as the model draws random numbers itself",
     "baseline": "errors measured against the config before the change",
 }
 _KINDS = {"gradient of ": "gradient of", "change of ": "buffer"}
