@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simulated_machine import learning
+from simulated_machine import evidence_of
 
 from frameworm.config.load import load_config
 from frameworm.config.schema import Config
-from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
-from frameworm.guard.proof import Evidence, Proof, prove
+from frameworm.guard.proof import Proof, prove
 from frameworm.tune.knobs.context import Context, MachineFacts, WorkloadFacts
 from frameworm.tune.knobs.registry import all_knobs
 from frameworm.tune.search.journal import Journal
@@ -76,9 +75,7 @@ def proof_of(
     while goes_on(windows):
         windows.append(Window("before", window(request.baseline)))
         windows.append(Window("after", window(request.candidate)))
-    unit = ROUNDING_UNITS[precision]
-    references = [learning(None, None, unit, seed) for seed in (1, 2)]
-    evidence = Evidence(learning(None, None), learning(None, frozen), references, unit)
+    evidence = evidence_of(None, frozen, precision)
     return prove(windows, evidence, mathematics=request.mathematics, consent=request.consent)
 
 

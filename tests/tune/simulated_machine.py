@@ -12,9 +12,8 @@ from typing import Any
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
-from frameworm.guard.drift import ROUNDING_UNITS
 from frameworm.guard.gain import Window
-from frameworm.guard.proof import Evidence, Learning, prove
+from frameworm.guard.proof import Evidence, prove
 from frameworm.guard.quality import Quality, SeedEnd, judge_quality
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context, WorkloadFacts
@@ -32,15 +31,17 @@ from frameworm.tune.trials.outcomes import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "guard"))
-from small_training import train
+from small_training import ROUNDINGS, Faults, compare, train
 
 BASE_S = 1e-3
 Cost = Callable[[Mapping[str, Any]], float]
 
 
 @cache
-def learning(kept: int | None, frozen: str | None, push: float = 0.0, push_seed: int = 1) -> Learning:
-    return train(kept=kept, frozen=frozen, push=push, push_seed=push_seed, lie=True, steps=24)
+def evidence_of(kept: int | None = None, frozen: str | None = None, precision: str = "fp32") -> Evidence:
+    """Two sides of a real small training, the second of which may skip work."""
+    rounding, faults = ROUNDINGS[precision], Faults(kept, frozen, lie=True)
+    return Evidence(train(), train(rounding, faults), compare(rounding, faults, declared=precision))
 
 
 class Machine:
@@ -112,9 +113,7 @@ class Machine:
         windows = []
         for _ in range(6):
             windows += [Window("before", self.window(before)), Window("after", self.window(after))]
-        unit = ROUNDING_UNITS["fp32"]
-        references = [learning(None, None, unit, seed) for seed in (1, 2)]
-        evidence = Evidence(_learned(before), _learned(after), references, unit)
+        evidence = evidence_of(16 if after.get("half_batch") else None, "first" if after.get("freeze") else None)
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
 
     def check_longer(self, request: LongerRequest) -> LongerResult:
@@ -134,10 +133,6 @@ class Machine:
     def _die_if_due(self) -> None:
         if self.die_after is not None and len(self.trials) + len(self.proofs) + len(self.checks) >= self.die_after:
             raise KeyboardInterrupt
-
-
-def _learned(model: Mapping[str, Any]) -> Learning:
-    return learning(16 if model.get("half_batch") else None, "first" if model.get("freeze") else None)
 
 
 def model_of(config: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,8 @@ from live_workloads import trick_knob, tricky_config
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.engine.run import run
-from frameworm.guard.drift import ROUNDING_UNITS
+from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
+from frameworm.guard.proof import AGREEMENT, Mathematics
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.tune.knobs.context import apply_changes
 from frameworm.tune.processes.forkserver import warm_up
@@ -32,8 +34,9 @@ from frameworm.tune.tuner import tune
 
 # Enough to see a factor of two; tests share their machine.
 QUICK = Effort(
-    window_s=0.1, windows=3, pairs=6, warm_s=2.0, warm_windows=2, learn_steps=(16, 16), references=1, limit_s=60.0
+    window_s=0.1, windows=3, pairs=6, warm_s=2.0, warm_windows=2, learn_steps=(16, 16), states=6, draws=12, limit_s=60.0
 )
+UNITS = (ROUNDING_UNITS["fp32"], ROUNDING_UNITS["fp32"])
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +46,16 @@ def runner(tmp_path: Path) -> TrialRunner:
     return TrialRunner(tmp_path, effort=QUICK, limit_bytes=2**33)
 
 
+def request_of(
+    before: Config, after: Config, mathematics: Mathematics = "nothing", learning: tuple[Config, Config] | None = None
+) -> ProofRequest:
+    """The proof of a change between configs without dropout."""
+    learning = learning or (before, after)
+    return ProofRequest("change", before, after, *learning, *learning, mathematics, UNITS, False, "change")
+
+
 def proof_of(runner: TrialRunner, trick: str) -> ProofResult:
-    before, after = tricky_config(), tricky_config(trick)
-    unit = ROUNDING_UNITS["fp32"]
-    return runner.prove(ProofRequest(trick, before, after, before, after, "nothing", unit, False, trick))
+    return runner.prove(request_of(tricky_config(), tricky_config(trick)))
 
 
 @pytest.mark.parametrize(("last", "share"), [(False, 0.5), (True, 1.0)])
@@ -60,8 +69,7 @@ def test_only_the_last_proof_may_take_all_that_is_left(
         raise LiveError(Failure("crash", "planted"))
 
     monkeypatch.setattr("frameworm.tune.trials.runner.Live", start)
-    config = tricky_config()
-    request = ProofRequest("x", config, config, config, config, "nothing", 1e-7, False, "x", timeout_s=200.0, last=last)
+    request = replace(request_of(tricky_config(), tricky_config()), timeout_s=200.0, last=last)
     assert TrialRunner(tmp_path).prove(request).failure is not None
     assert given == [pytest.approx(share * 200.0, abs=1.0)]
 
@@ -169,21 +177,24 @@ def test_the_search_lives_on_and_lists_what_failed(tmp_path: Path) -> None:
     assert run(best, out=None).losses == run(tricky_config(), out=None).losses, "it learns the same"
 
 
-@pytest.mark.parametrize(("trick", "check"), [("half", "loss"), ("freeze", "parameters")])
-def test_speed_by_skipping_work_is_rejected(runner: TrialRunner, trick: str, check: str) -> None:
+@pytest.mark.parametrize(("trick", "told"), [("half", "rounding explains"), ("freeze", "gradient of first")])
+def test_speed_by_skipping_work_is_rejected(runner: TrialRunner, trick: str, told: str) -> None:
     result = proof_of(runner, trick)
     assert result.failure is None
     assert result.proof is not None
     assert result.proof.checks[0].passed, "it is faster"
     assert result.proof.verdict == "rejected"
-    assert check in [item.name for item in result.proof.checks if item.passed is False]
+    assert [item.name for item in result.proof.checks if item.passed is False] == [AGREEMENT]
+    assert told in result.proof.reason
 
 
 def test_an_honest_gain_is_accepted(runner: TrialRunner) -> None:
     proof = proof_of(runner, "good").proof
     assert proof is not None
     assert (proof.verdict, [item.name for item in proof.checks if not item.passed]) == ("accepted", ["real tokens"])
-    assert proof.losses_before == proof.losses_after
+    assert proof.losses_before == proof.losses_after, "each side trains on as if it had not been compared"
+    assert {item.name for item in proof.outputs} >= {"loss", "gradient of first.weight", "gradient of second.bias"}
+    assert proof.change == "rounding"
 
 
 def test_several_ranks_take_part_in_a_proof(tmp_path: Path) -> None:
@@ -236,28 +247,18 @@ def test_packed_batches_hold_the_same_samples(tmp_path: Path) -> None:
     runner = TrialRunner(tmp_path, effort=QUICK)
     packed = apply_changes(config, {"data.batching": "packed"})
     same = {"data.batching": "padded", "data.balance": True}
-    evidence = runner._learn(
-        ProofRequest(
-            "packed",
-            config,
-            packed,
-            apply_changes(config, same),
-            apply_changes(packed, {"data.balance": True}),
-            "rounding",
-            ROUNDING_UNITS["fp32"],
-            False,
-            "packed",
-        ),
-        tmp_path,
-        time.monotonic() + 120,
-        0.1,
-    )
+    learning = apply_changes(config, same), apply_changes(packed, {"data.balance": True})
+    request = request_of(config, packed, "rounding", learning)
+    evidence = runner._compare(request, tmp_path, time.monotonic() + 120, 0.1)
     before, after = evidence.baseline, evidence.candidate
     assert [step.samples for step in before.steps] == [step.samples for step in after.steps]
     assert None not in [step.samples for step in before.steps]
     assert [step.real_tokens for step in before.steps] == [step.real_tokens for step in after.steps]
     assert len({step.samples for step in before.steps}) == len(before.steps)
     assert max(abs(one - other) for one, other in zip(before.losses, after.losses)) < 1e-3
+    assert evidence.agreement is not None
+    verdict = judge_agreement(evidence.agreement)
+    assert verdict.passed, verdict.detail
 
 
 def test_the_hash_of_samples_knows_neither_order_nor_padding() -> None:
