@@ -225,7 +225,10 @@ def judge_agreement(measured: Agreement) -> AgreementVerdict:
         return AgreementVerdict(False, problems[0] + more, outputs)
     if len(measured.states) < LEAST_STATES:
         return AgreementVerdict(None, f"only {len(measured.states)} states could be compared", outputs)
-    hidden = [item for item in outputs if abs(item.bias) + item.bias_error > _BIAS_HIDDEN]
+    lost = [item for item in outputs if not math.isfinite(item.explained)]
+    if lost:
+        return AgreementVerdict(None, f"the config before the change gives no finite {lost[0].name}", outputs)
+    hidden = [item for item in outputs if not abs(item.bias) + item.bias_error <= _BIAS_HIDDEN]
     judged = [item for item in outputs if not item.below_noise]
     if not judged:
         return AgreementVerdict(None, "every gradient is smaller than its rounding noise", outputs)
@@ -267,7 +270,7 @@ def _merged(outputs: Sequence[Sequence[OutputErrors]]) -> list[OutputErrors]:
     found = []
     for rows in zip(*outputs):
         squares = sum(row.size**2 for row in rows)
-        shift = math.fsum(row.shift * row.size**2 for row in rows) / squares if squares else 0.0
+        shift = sum(row.shift * row.size**2 for row in rows) / squares if squares else 0.0
         size, baseline, expected, noise, candidate = (
             math.hypot(*values) for values in zip(*((row[2], row[3], row[4], row[5], row[6]) for row in rows))
         )
@@ -283,27 +286,27 @@ def _over_states(name: str, rows: Sequence[OutputErrors], unit: float, *, below_
     error = _rms(row.candidate for row in _without_flips(rows, unit))
     elements = len(rows) * min(rows[0].elements, _ENOUGH_ELEMENTS)
     allowed = _MOST_TIMES * (1 + 4 / math.sqrt(elements))
-    times = error / (explained + floor) if explained + floor > 0 else (math.inf if error else 0.0)
+    times = error / (explained + floor) if explained + floor != 0 else (math.inf if error else 0.0)
     shifts = [row.shift for row in rows]
-    bias = math.fsum(shifts) / len(shifts)
+    bias = sum(shifts) / len(shifts)  # not by fsum, which raises on infinities of both signs
     scatter = math.inf
     if len(shifts) > 1:
-        variance = math.fsum((shift - bias) ** 2 for shift in shifts) / (len(shifts) - 1)
+        variance = sum((shift - bias) * (shift - bias) for shift in shifts) / (len(shifts) - 1)
         scatter = quantile(len(shifts) - 1) * math.sqrt(variance / len(shifts))
     scale = size or 1.0
     return OutputAgreement(name, error / scale, explained / scale, times, allowed, bias, scatter, below_noise)
 
 
-def _without_flips(rows: Sequence[OutputErrors], unit: float) -> Sequence[OutputErrors]:
-    """The states at which an output is least off, three quarters of them, and all that are off by much."""
+def _without_flips(rows: Sequence[OutputErrors], unit: float) -> list[OutputErrors]:
+    """The three quarters of the states at which an output is least off, and those of the others where it is by much."""
 
     def times(row: OutputErrors) -> float:
         explained = row.explained + max(unit, _HARMLESS) * row.size
         return row.candidate / explained if explained > 0 else row.candidate
 
-    most_off = sorted(rows, key=times)[len(rows) - len(rows) // 4 :]
-    flips = [row for row in most_off if row.candidate < _FLIPPED * row.size]
-    return [row for row in rows if not any(row is flip for flip in flips)]
+    in_order, most_off = sorted(rows, key=times), len(rows) // 4
+    kept, others = in_order[: len(rows) - most_off], in_order[len(rows) - most_off :]
+    return kept + [row for row in others if not row.candidate < _FLIPPED * row.size]
 
 
 def output_problem(item: OutputAgreement) -> str | None:
