@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import _VF, nn
 from torch.nn import functional
 
 _DROPPING = (
@@ -38,12 +39,8 @@ class DropoutOff:
 
     def start(self) -> None:
         """Switch it off, until `stop`."""
-        for name in _DROPPING:
-            for owner in (functional, torch):
-                for spelling in (name, f"{name}_"):
-                    if hasattr(owner, spelling):
-                        self._patches.enter_context(mock.patch.object(owner, spelling, _keep))
-        self._patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attend))
+        for holder, name, replacement in list(_held()):
+            self._patches.enter_context(mock.patch.object(holder, name, replacement))
         for layer, _ in self._layers:
             layer.dropout = 0.0
 
@@ -61,6 +58,23 @@ class DropoutOff:
             yield
         finally:
             self.start()
+
+
+def _held() -> Iterator[tuple[object, str, Any]]:
+    """Where torch's functions are found: their own modules, and every module that has imported one by name."""
+    replacements: dict[int, Any] = {id(_attention): _attend}
+    for name in (*_DROPPING, *(f"{name}_" for name in _DROPPING)):
+        if hasattr(_VF, name):  # what the functions call, for those that are held elsewhere than in a module
+            yield _VF, name, _keep
+        for owner in (functional, torch):
+            if hasattr(owner, name):
+                replacements[id(getattr(owner, name))] = _keep
+    for module in list(sys.modules.values()):
+        held = getattr(module, "__dict__", {})
+        if held is not globals():
+            yield from (
+                (module, name, replacements[id(value)]) for name, value in held.items() if id(value) in replacements
+            )
 
 
 def _keep(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
