@@ -29,6 +29,7 @@ def tune(
     out: str | Path | None = None,
     world_size: int = 1,
     allow_approximate: bool = False,
+    max_quality_loss: str = "0.3%,0.2points",
     settings: Sequence[str] = (),
 ) -> TuneResult:
     """Make a config faster by trials of the real run, and prove that it learns the same; see `frameworm tune`.
@@ -39,10 +40,13 @@ def tune(
         trials: Most trials and proofs.
         out: Folder for best.yaml, tune.json and report.html; tune/<name> unless given.
         world_size: Processes of every trial, on this machine.
-        allow_approximate: Keep what changes the numerics by more than rounding without a longer check.
+        allow_approximate: Keep what changes the numerics by more than rounding without a quality check.
+        max_quality_loss: What a change of the numerics may cost, see `frameworm tune --help`.
         settings: Changes such as `training.epochs=10`.
     """
     from frameworm.config.durations import parse_duration
+    from frameworm.guard.quality import parse_margin
+    from frameworm.tune.trials.longer import Longer
     from frameworm.tune.trials.outcomes import Budget
     from frameworm.tune.tuner import tune as search
 
@@ -54,6 +58,7 @@ def tune(
         budget=Budget(time_s, trials),
         world_size=world_size,
         allow_approximate=allow_approximate,
+        longer=Longer(margin=parse_margin(max_quality_loss)),
         original=original,
     )
 

@@ -117,18 +117,20 @@ class Machine:
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
 
     def check_longer(self, request: LongerRequest) -> LongerResult:
-        """Seeds end about 0.01 apart; `harm` of the model section comes on top."""
+        """Seeds end about 0.01 apart, the sides of a pair 0.001; `harm` of the model section comes on top."""
         self._die_if_due()
         self.now_s += 50.0
         self.checks.append(request)
         harms = [model_of(config).get("harm") or 0.0 for config in (request.baseline, request.candidate)]
         ends: tuple[list[SeedEnd], list[SeedEnd]] = ([], [])
         for look in request.looks:
-            for side, harm in zip(ends, harms):
-                side += [SeedEnd(2.0, self.draw.gauss(0.5 + harm, 0.01)) for _ in range(look - len(side))]
-            if not judge_quality(Quality(*ends, request.steps)).open:
+            for _ in range(look - len(ends[0])):
+                luck = self.draw.gauss(0.5, 0.01)
+                for side, harm in zip(ends, harms):
+                    side.append(SeedEnd(2.0, self.draw.gauss(luck + harm, 0.001)))
+            if not judge_quality(Quality(*ends, request.steps, request.looks), request.margin).open:
                 break
-        return LongerResult(Quality(*ends, request.steps))
+        return LongerResult(Quality(*ends, request.steps, request.looks))
 
     def _die_if_due(self) -> None:
         if self.die_after is not None and len(self.trials) + len(self.proofs) + len(self.checks) >= self.die_after:

@@ -16,6 +16,7 @@ from frameworm.config.durations import parse_duration
 from frameworm.config.load import load_runnable
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
+from frameworm.guard.quality import parse_margin
 
 INCONCLUSIVE = 3
 
@@ -96,7 +97,12 @@ def tune(
         None, help="Folder of the search; tune/<name> unless given. One that was stopped goes on where it was."
     ),
     allow: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="approximate: keep what changes the mathematics by more than rounding without a longer check."
+        None, help="approximate: keep what changes the numerics by more than rounding without a quality check."
+    ),
+    max_quality_loss: str = typer.Option(
+        "0.3%,0.2points",
+        help="What a change of the numerics may cost: rise of the final validation loss in % of its fall, points of "
+        "accuracy, or both. What is not shown to stay within it is offered as a trade-off.",
     ),
     distributed: bool = typer.Option(False, "--distributed", help="Trials with several processes on this machine."),
     nproc_per_node: Optional[str] = typer.Option(  # noqa: UP045
@@ -112,7 +118,7 @@ def tune(
     """
     if allow not in (None, "approximate"):
         raise ConfigError(f"--allow {allow}: there is only --allow approximate")
-    time_s = parse_duration(budget)
+    time_s, margin = parse_duration(budget), parse_margin(max_quality_loss)
     from frameworm.tune.processes.forkserver import warm_up
 
     warm_up(["frameworm.tune.trials.live_rank", "frameworm.cli.main"])  # imports torch while this process does
@@ -120,6 +126,7 @@ def tune(
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.progress import TuneProgress
     from frameworm.tune.search.result import Progress
+    from frameworm.tune.trials.longer import Longer
     from frameworm.tune.trials.outcomes import Budget
     from frameworm.tune.tuner import BEST_NAME
     from frameworm.tune.tuner import tune as search
@@ -136,6 +143,7 @@ def tune(
             budget=Budget(time_s, trials),
             world_size=world_size,
             allow_approximate=allow is not None,
+            longer=Longer(margin=margin),
             original=config.read_text(encoding="utf-8"),
             tell=tell,
         )

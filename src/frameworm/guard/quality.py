@@ -1,60 +1,105 @@
-"""Whether a change that does other mathematics learns as well: both sides trained for longer, seed by seed.
+"""Whether a change of the numerics learns as well: both sides train from the same seeds, and the ends are compared.
 
-The two sides are paired by their seeds, and the candidate has to be shown not worse: the upper end of a one-sided 97.5%
-interval (Student's t) of the mean difference must lie within a margin. The margin is what another seed does: two
-standard deviations between the seeds of the config before the change, within which 19 of 20 of its trainings end. It is
-never more than a twentieth of what was learned, so that a check in which chance outweighs learning decides nothing, and
-at least a thousandth of it, as no two trainings are alike to the last digit.
+The two sides are paired by their seeds. Reported is the mean difference at equal samples with its interval (Student's t
+over the pairs). A change passes only if the whole interval lies within a fixed margin: by default the validation loss
+may end higher by 0.3% of what it fell, and the accuracy lower by 0.2 points. The margin does not depend on how much
+seeds differ, so noisy trainings widen the interval and never excuse a loss of quality.
 
-How often a change is accepted, with looks at 4, 8 and 12 seeds (simulated; first for sides that have nothing but their
-quality in common, then for sides that are nine tenths alike): one that does nothing 98% and 100%, one as bad as the
-margin 8% and 30% (the margin is itself an estimate), half as bad again less than 1% and 3%, twice as bad never. What is
-not accepted stays open, unless the lower end of the interval lies beyond the margin: then it is shown to be worse.
+A check may be judged several times while seeds come in. Each look gets an equal part of the error (Bonferroni), so that
+a change exactly as bad as the margin passes in at most 1 of 40 checks, however many looks there are. A change counts as
+worse only at a stricter level, 1 of 1,000 for all looks and both figures. Everything else stays open.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from frameworm.records.estimate import quantile
+from frameworm.errors import ConfigError
+from frameworm.records.estimate import student_quantile
 
 FEWEST_SEEDS = 3
-_DEVIATIONS = 2.0
-_LEAST_OF_FALL = 0.001
-_MOST_OF_FALL = 0.05
-# Answers are counted: what hangs on a few of them is no difference.
-_LEAST_OF_ACCURACY = 0.002
+# One-sided chances over a whole check: that what is as bad as the margin passes, that what is as good counts as worse.
+_PASS_ERROR = 0.025
+_WORSE_ERROR = 0.001
 # The last, short step of an epoch may come sooner on one side.
 _SAME_SAMPLES = 0.01
+# More seeds are hopeless where even this fraction of the spread seen so far would leave the interval too wide.
+_HOPEFUL_SPREAD = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """What a change may cost and still be accepted without asking.
+
+    Attributes:
+        loss: Rise of the final validation loss, as a fraction of what the loss fell (start minus end).
+        accuracy: Fall of the accuracy, as a fraction of all answers.
+    """
+
+    loss: float = 0.003
+    accuracy: float = 0.002
+
+    def __str__(self) -> str:
+        return f"{100 * self.loss:g}% of the loss's fall, {100 * self.accuracy:g} points of accuracy"
+
+
+def parse_margin(text: str) -> Margin:
+    """A margin from text such as `0.5%`, `0.3 points` or `0.5%,0.3 points`; what is not given keeps its default.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|points?|pt)\s*", part.lower())
+        name = "loss" if match and match[2] == "%" else "accuracy"
+        if match is None or name in found or float(match[1]) > 100:
+            raise ConfigError(
+                f"--max-quality-loss {text}: give a percentage of the loss's fall, points of accuracy, or both with a "
+                "comma between, such as 0.5% or 0.5%,0.3points"
+            )
+        found[name] = float(match[1]) / 100
+    return Margin(**found)
 
 
 @dataclass(frozen=True, slots=True)
 class SeedEnd:
-    """One longer training.
+    """One training of a quality check.
 
     Attributes:
         start_loss: Training loss of its first step, before any update.
         loss: Validation loss at its end.
         accuracy: Validation accuracy at its end; None: there is none.
         samples: Samples it took; None: not known.
+        curve: Validation loss on the way: (samples, loss), rising in samples, the end included.
     """
 
     start_loss: float
     loss: float
     accuracy: float | None = None
     samples: int | None = None
+    curve: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A longer check: how both sides ended, with the same seeds in the same order, each after so many steps."""
+    """A quality check: how both sides ended, with the same seeds in the same order.
+
+    Attributes:
+        baseline: Trainings before the change.
+        candidate: Trainings after it.
+        steps: Steps of each training.
+        looks: Numbers of seeds after which it is judged, as planned; empty: once, with all of them.
+    """
 
     baseline: Sequence[SeedEnd]
     candidate: Sequence[SeedEnd]
     steps: int
+    looks: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
@@ -63,78 +108,108 @@ class Quality:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Quality:
         """The check that `to_json` wrote."""
-        baseline, candidate = ([SeedEnd(**item) for item in values[side]] for side in ("baseline", "candidate"))
-        return cls(baseline, candidate, values["steps"])
+        baseline, candidate = ([_end_of(item) for item in values[side]] for side in ("baseline", "candidate"))
+        return cls(baseline, candidate, values["steps"], tuple(values.get("looks", ())))
+
+
+def _end_of(values: Mapping[str, Any]) -> SeedEnd:
+    return SeedEnd(**{**values, "curve": tuple((point[0], point[1]) for point in values.get("curve", ()))})
+
+
+class Difference(NamedTuple):
+    """How much worse the candidate is: the mean over pairs, its interval, and the most that is allowed."""
+
+    worse: float
+    low: float
+    high: float
+    margin: float
+    passed: bool | None
 
 
 class Judgement(NamedTuple):
-    """Whether the candidate learns as well (None: not shown), what that rests on, and whether more seeds may show."""
+    """What a quality check shows.
+
+    Attributes:
+        passed: True: within the margin. False: worse. None: neither was shown.
+        detail: In words.
+        open: More seeds may still decide.
+        loss: Difference in validation loss; None: nothing to compare.
+        accuracy: Fall of the accuracy as a fraction; None: there is none.
+        seeds_needed: About how many seeds would show it if there is no difference; None: not known.
+    """
 
     passed: bool | None
     detail: str
     open: bool = False
+    loss: Difference | None = None
+    accuracy: Difference | None = None
+    seeds_needed: int | None = None
 
 
-def judge_quality(quality: Quality) -> Judgement:
-    """Whether the candidate was shown not worse in validation loss, and in accuracy where there is one."""
+def judge_quality(quality: Quality, margin: Margin = Margin()) -> Judgement:
+    """Whether the candidate was shown to end within the margin in validation loss, and in accuracy where known."""
     pairs = [(one, other) for one, other in zip(quality.baseline, quality.candidate) if math.isfinite(one.loss)]
     length = f"{quality.steps} steps"
     if any(not math.isfinite(other.loss) for _, other in pairs):
         return Judgement(False, f"a training of {length} ended with a loss that is not finite")
     if len(pairs) < FEWEST_SEEDS:
-        return Judgement(None, f"a longer check needs {FEWEST_SEEDS} seeds", open=True)
+        return Judgement(None, f"a quality check needs {FEWEST_SEEDS} seeds", open=True)
     unlike = next((pair for pair in pairs if not _as_many(*pair)), None)
     if unlike is not None:
         return Judgement(None, f"the two sides took {unlike[0].samples} and {unlike[1].samples} samples in {length}")
-    before, after = [one.loss for one, _ in pairs], [other.loss for _, other in pairs]
-    starts = [one.start_loss for one, _ in pairs]
-    fall, error = _mean_and_error([start - end for start, end in zip(starts, before)])
-    if not fall - error > 0:
-        went = f"its loss went from {_mean(starts):.4g} to {_mean(before):.4g}"
+    starts, ends = [one.start_loss for one, _ in pairs], [one.loss for one, _ in pairs]
+    fall, error = _mean_and_error([start - end for start, end in zip(starts, ends)])
+    if not fall - student_quantile(_PASS_ERROR, len(pairs) - 1) * error > 0:
+        went = f"its loss went from {_mean(starts):.4g} to {_mean(ends):.4g}"
         return Judgement(None, f"the config itself learned nothing measurable in {length}: {went}")
-    loss = _not_worse(before, after, _LEAST_OF_FALL * fall, _MOST_OF_FALL * fall)
-    verdicts = [loss.passed]
-    told = f"validation loss {_mean(before):.4g} before, {_mean(after):.4g} after, {loss.told(1, '.2g', '')}"
-    right, right_after = ([pair[side].accuracy for pair in pairs] for side in (0, 1))
-    known = [(one, other) for one, other in zip(right, right_after) if one is not None and other is not None]
+    looks = len(quality.looks) or 1
+    loss = _difference([other.loss - one.loss for one, other in pairs], margin.loss * fall, looks)
+    told = f"validation loss {_mean(ends):.4g} → {_mean([other.loss for _, other in pairs]):.4g}: "
+    told += _told(loss, 1, ".2g", "", "rise")
+    answers = [(one.accuracy, other.accuracy) for one, other in pairs]
+    known = [(one, other) for one, other in answers if one is not None and other is not None]
+    accuracy = None
     if len(known) == len(pairs):
-        wrong, wrong_after = ([1 - pair[side] for pair in known] for side in (0, 1))
-        answers = _not_worse(wrong, wrong_after, _LEAST_OF_ACCURACY, math.inf)
-        verdicts.append(answers.passed)
-        shares = f"{1 - _mean(wrong):.2%} before, {1 - _mean(wrong_after):.2%} after"
-        told += f"; accuracy {shares}, {answers.told(100, '.2f', ' points')}"
-    told += f"; {len(pairs)} seeds of {length}"
-    if False in verdicts:
-        return Judgement(False, told)
-    return Judgement(None if None in verdicts else True, told, open=None in verdicts)
+        accuracy = _difference([one - other for one, other in known], margin.accuracy, looks)
+        means = (_mean([pair[side] for pair in known]) for side in (0, 1))
+        told += f"; accuracy {' → '.join(f'{mean:.2%}' for mean in means)}: "
+        told += _told(accuracy, -100, ".2f", " points", "fall")
+    told += f"; {len(pairs)} paired seeds of {length}"
+    found = [loss] if accuracy is None else [loss, accuracy]
+    if any(item.passed is False for item in found):
+        return Judgement(False, told, False, loss, accuracy)
+    if all(item.passed for item in found):
+        return Judgement(True, told, False, loss, accuracy)
+    seeds = max(_seeds_needed(item, len(pairs), looks) for item in found)
+    most = max(quality.looks, default=len(pairs))
+    hopeful = max(_seeds_needed(item, len(pairs), looks, _HOPEFUL_SPREAD) for item in found) <= most
+    return Judgement(None, told, hopeful and len(pairs) < most, loss, accuracy, seeds)
 
 
-class _Difference(NamedTuple):
-    """How much worse the candidate is, between what and what, and how much it may be."""
-
-    passed: bool | None
-    least: float
-    most: float
-    margin: float
-
-    def told(self, factor: float, form: str, unit: str) -> str:
-        """In words; `least` is what counts once it is shown to be worse."""
-        margin = f"{factor * self.margin:{form}}{unit}"
-        if self.passed is False:
-            return f"worse by {factor * self.least:{form}}{unit} at least, where another seed does {margin}"
-        if self.most < 0:
-            return f"better by {-factor * self.most:{form}}{unit} at least"
-        return f"worse by {factor * self.most:{form}}{unit} at most, where another seed does {margin}"
+def _difference(worse: Sequence[float], margin: float, looks: int) -> Difference:
+    """The mean of paired differences, its interval at the level of one look, and what that shows."""
+    mean, error = _mean_and_error(worse)
+    reach = student_quantile(_PASS_ERROR / looks, len(worse) - 1) * error
+    strict = student_quantile(_WORSE_ERROR / (2 * looks), len(worse) - 1) * error
+    passed = True if mean + reach <= margin else False if mean - strict > margin else None
+    return Difference(mean, mean - reach, mean + reach, margin, passed)
 
 
-def _not_worse(before: Sequence[float], after: Sequence[float], least: float, most: float) -> _Difference:
-    """Whether lower figures were shown not to have risen beyond the margin, which lies between two bounds."""
-    centre = _mean(before)
-    spread = math.sqrt(math.fsum((value - centre) ** 2 for value in before) / (len(before) - 1))
-    margin = min(max(_DEVIATIONS * spread, least), most)
-    worse, error = _mean_and_error([other - one for one, other in zip(before, after)])
-    passed = True if worse + error <= margin else False if worse - error > margin else None
-    return _Difference(passed, worse - error, worse + error, margin)
+def _seeds_needed(found: Difference, seeds: int, looks: int, spread: float = 1.0) -> int:
+    """About how many seeds would bring the interval within the margin if the sides were equal."""
+    if found.margin <= 0:
+        return seeds if found.high <= 0 else 10**9
+    per_seed = spread * (found.high - found.worse) / student_quantile(_PASS_ERROR / looks, seeds - 1) * math.sqrt(seeds)
+    count = FEWEST_SEEDS
+    while student_quantile(_PASS_ERROR / looks, count - 1) * per_seed / math.sqrt(count) > found.margin:
+        count = math.ceil(1.1 * count)
+    return count
+
+
+def _told(found: Difference, factor: float, form: str, unit: str, verb: str) -> str:
+    low, high = sorted((factor * found.low, factor * found.high))
+    shown = f"{factor * found.worse:+{form}}{unit} ({low:+{form}} to {high:+{form}})"
+    return f"{shown}, may {verb} by {abs(factor) * found.margin:{form}}"
 
 
 def _as_many(one: SeedEnd, other: SeedEnd) -> bool:
@@ -148,7 +223,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and how far it may be off, to either side, in 39 of 40 cases."""
+    """The mean and its standard error."""
     mean, count = _mean(values), len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, quantile(count - 1) * math.sqrt(variance / count)
+    return mean, math.sqrt(variance / count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 LARGEST = 1e24  # beyond it is no time, size or count of any training, and its square may not be a number
@@ -104,3 +105,29 @@ def trend(values: Sequence[float]) -> Estimate | None:
 def _fewer(left: Estimate, right: Estimate) -> int | None:
     known_ones = [item for item in (left.freedom, right.freedom) if item is not None]
     return min(known_ones, default=None)
+
+
+@cache
+def student_quantile(error: float, freedom: int) -> float:
+    """What Student's t exceeds with the given chance, to 1e-9: `student_quantile(0.025, 9)` is 2.262."""
+    low, high = 0.0, 1.0
+    while _student_tail(high, freedom) > error:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_tail(middle, freedom) > error else (low, middle)
+    return high
+
+
+def _student_tail(value: float, freedom: int) -> float:
+    """The chance that Student's t exceeds a positive value: the finite sums of Abramowitz and Stegun 26.7.3 and 4."""
+    angle = math.atan(value / math.sqrt(freedom))
+    square = math.cos(angle) ** 2
+    term = total = 1.0
+    for index in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= square * (index - 1) / index
+        total += term
+    if freedom % 2 == 0:
+        return (1 - math.sin(angle) * total) / 2
+    within = angle if freedom == 1 else angle + math.sin(angle) * math.cos(angle) * total
+    return 0.5 - within / math.pi

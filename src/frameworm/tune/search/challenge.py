@@ -251,19 +251,19 @@ class Challenge:
             gain = proof.checks[0].detail
             return with_quality(proof, None, f"changes more than rounding: {refused} (its gain is proved: {gain})")
         expected_s = self._longer.seconds(before, self.best, trial)
-        steps, looks = self._longer.steps(before), self._longer.looks
+        steps = self._longer.steps(before)
         self.report(f"checking {candidate.label} for longer, about {expected_s:.0f} s")
         try:
             # One proof is kept back for the value that comes next, or for the whole.
             outcome = self.ledger.longer_check(
-                before.config, after, steps, looks, expected_s, candidate.label, reserve=1
+                before.config, after, steps, self._longer, expected_s, candidate.label, reserve=1
             )
         except BudgetSpentError as spent:
             return with_quality(proof, None, f"changes more than rounding: {spent} (its gain is proved)")
         if outcome.quality is None:
             why = outcome.failure.reason if outcome.failure else "it gave no result"
             return with_quality(proof, None, f"the longer check failed: {why}")
-        judged = judge_quality(outcome.quality)
+        judged = judge_quality(outcome.quality, self._longer.margin)
         return with_quality(proof, judged.passed, judged.detail, outcome.quality)
 
     def _not_paid_back(self, trial: TrialResult) -> str | None:

@@ -13,6 +13,7 @@ from frameworm.errors import ConfigError
 from frameworm.tune.knobs.base import Candidate
 from frameworm.tune.knobs.context import Changes, Context, apply_changes
 from frameworm.tune.search.journal import Journal
+from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import (
     Budget,
     CheckLonger,
@@ -194,7 +195,7 @@ class Ledger:
         baseline: Config,
         candidate: Config,
         steps: int,
-        looks: Sequence[int],
+        longer: Longer,
         expected_s: float,
         label: str,
         *,
@@ -209,7 +210,9 @@ class Ledger:
 
         def make(timeout_s: float | None) -> LongerResult:
             assert self._check_longer is not None
-            request = LongerRequest(name, baseline, candidate, steps, looks, expected_s, label, timeout_s)
+            request = LongerRequest(
+                name, baseline, candidate, steps, longer.looks, expected_s, label, timeout_s, longer.margin
+            )
             return self._check_longer(request)
 
         return self._once("check", name, label, make, LongerResult, reserve, expected_s)

@@ -1,4 +1,4 @@
-"""The longer check of a change that does other mathematics: how long it is, what it takes, and its trainings."""
+"""The quality check of a change of the numerics: how long it is, what it takes, and its trainings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.config.schema import Config
-from frameworm.guard.quality import Quality, SeedEnd, judge_quality
+from frameworm.guard.quality import Margin, Quality, SeedEnd, judge_quality
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.outcomes import LongerRequest, LongerResult, TrialResult
@@ -29,18 +29,20 @@ Start = Callable[[Config, str, tuple[int, ...], float], Live]
 
 @dataclass(frozen=True, slots=True)
 class Longer:
-    """How long a longer check is.
+    """How a quality check is made.
 
     Attributes:
-        share: Each of its trainings is this share of the whole run,
+        share: Each of its trainings is this fraction of the whole run,
         least_steps: but no shorter, unless the run is.
-        looks: Numbers of seeds after which it is judged. It is begun where there is time for the second; the others
-            are for what is still undecided by then.
+        looks: Numbers of seeds after which it is judged. It starts where there is time for the second; the others are
+            for what is still undecided by then.
+        margin: What a change may cost and still be accepted.
     """
 
     share: float = 0.1
     least_steps: int = 100
     looks: tuple[int, ...] = (4, 8, 12)
+    margin: Margin = Margin()  # noqa: RUF009
 
     def steps(self, context: Context) -> int:
         """Steps of each training."""
@@ -97,9 +99,9 @@ def train_both(request: LongerRequest, start: Start, *, together: bool) -> Longe
                 details["stopped"] = f"time was up during seed {done + 1} to {look}"
                 break
             return LongerResult(failure=error.failure, details=details)
-        if not judge_quality(Quality(*ends, request.steps)).open:
+        if not judge_quality(Quality(*ends, request.steps, request.looks), request.margin).open:
             break
-    return LongerResult(Quality(*ends, request.steps), details=details)
+    return LongerResult(Quality(*ends, request.steps, request.looks), details=details)
 
 
 def _group(

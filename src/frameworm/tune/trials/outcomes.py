@@ -13,7 +13,7 @@ from typing import Any, Literal
 from frameworm.config.schema import Config
 from frameworm.guard.agreement import ROUNDING_UNITS
 from frameworm.guard.proof import Mathematics, Proof
-from frameworm.guard.quality import Quality
+from frameworm.guard.quality import Margin, Quality
 from frameworm.tune.knobs.context import Changes
 
 FailureKind = Literal["oom", "capture_refused", "crash", "hang", "not_applicable"]
@@ -195,6 +195,7 @@ class LongerRequest:
         expected_s: What it should take until the second look.
         label: What is checked, for people.
         timeout_s: Seconds it may take, if that is less than some times what is expected.
+        margin: What the candidate may cost in quality.
     """
 
     id: str
@@ -205,6 +206,7 @@ class LongerRequest:
     expected_s: float
     label: str
     timeout_s: float | None = None
+    margin: Margin = Margin()  # noqa: RUF009
 
 
 @dataclass(frozen=True)
