@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from frameworm.errors import ConfigError
-from frameworm.guard.quality import Margin, Quality, SeedEnd, judge_quality, parse_margin
+from frameworm.guard.quality import Margin, Quality, SeedEnd, judge_quality, parse_margin, samples_to_same_loss
 from frameworm.records.estimate import student_quantile
 
 LOOKS = (4, 8, 12)
@@ -157,6 +157,32 @@ def test_other_numbers_of_samples_are_no_comparison() -> None:
     judged = judge_quality(Quality(before, fewer, 100))
     assert (judged.passed, judged.open) == (None, False)
     assert "6400 and 3200 samples" in judged.detail
+
+
+@pytest.mark.parametrize(
+    ("after", "times"),
+    [
+        ((0.9, 0.7, 0.5), 1.0),
+        ((0.8, 0.6, 0.4), 0.875),  # on the last piece
+        ((0.5, 0.4, 0.3), 0.5),  # already there at the first point
+        ((0.9, 0.7, 0.6), 1.25),  # prolonged
+        ((0.9, 0.7, 0.69), None),  # far beyond twice the samples
+        ((0.9, 0.7, 0.8), None),  # it rises
+    ],
+)
+def test_the_samples_to_the_same_loss_are_read_off_the_curve(after: Sequence[float], times: float | None) -> None:
+    def side(losses: Sequence[float]) -> list[SeedEnd]:
+        curve = tuple(zip((500, 750, 1000), losses))
+        up = tuple((samples, loss + 0.01) for samples, loss in curve)
+        down = tuple((samples, loss - 0.01) for samples, loss in curve)
+        return [SeedEnd(2.0, losses[-1] + 0.01, None, 1000, up), SeedEnd(2.0, losses[-1] - 0.01, None, 1000, down)]
+
+    found = samples_to_same_loss(Quality(side((0.9, 0.7, 0.5)), side(after), 10))
+    assert found == (None if times is None else pytest.approx(times))
+
+
+def test_without_a_curve_the_samples_to_the_same_loss_are_not_known() -> None:
+    assert samples_to_same_loss(Quality([SeedEnd(2.0, 0.5)], [SeedEnd(2.0, 0.5)], 10)) is None
 
 
 def test_a_check_is_read_back_as_it_was_written() -> None:

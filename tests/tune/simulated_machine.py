@@ -117,17 +117,19 @@ class Machine:
         return ProofResult(prove(windows, evidence, mathematics=request.mathematics, consent=request.consent))
 
     def check_longer(self, request: LongerRequest) -> LongerResult:
-        """Seeds end about 0.01 apart, the sides of a pair 0.001; `harm` of the model section comes on top."""
+        """Seeds end about 0.01 apart, sides of a pair 0.001; `harm` and the noise `blur` of the model section add."""
         self._die_if_due()
         self.now_s += 50.0
         self.checks.append(request)
-        harms = [model_of(config).get("harm") or 0.0 for config in (request.baseline, request.candidate)]
+        models = [model_of(config) for config in (request.baseline, request.candidate)]
         ends: tuple[list[SeedEnd], list[SeedEnd]] = ([], [])
         for look in request.looks:
             for _ in range(look - len(ends[0])):
                 luck = self.draw.gauss(0.5, 0.01)
-                for side, harm in zip(ends, harms):
-                    side.append(SeedEnd(2.0, self.draw.gauss(luck + harm, 0.001)))
+                for side, model in zip(ends, models):
+                    loss = self.draw.gauss(luck + (model.get("harm") or 0.0), 0.001 + (model.get("blur") or 0.0))
+                    samples = 64 * request.steps
+                    side.append(SeedEnd(2.0, loss, None, samples, ((samples // 2, 0.7 + loss), (samples, loss))))
             if not judge_quality(Quality(*ends, request.steps, request.looks), request.margin).open:
                 break
         return LongerResult(Quality(*ends, request.steps, request.looks))

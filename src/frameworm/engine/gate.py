@@ -10,8 +10,9 @@ from frameworm.engine.model.precision import Precision
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.step import TrainStep
 
-# go: at once. waited: time has passed that belongs to no step. end: the run is over, as if this were its last step.
-Passage = Literal["go", "waited", "end"]
+# go: at once. waited: time has passed that belongs to no step. validate: validate first, then go. end: the run is over,
+# as if this were its last step.
+Passage = Literal["go", "waited", "validate", "end"]
 
 
 class Session(NamedTuple):
@@ -32,6 +33,9 @@ class Gate:
     def enter(self, step: int) -> Passage:
         """Called before a step (numbered from 1) asks for its batch; with several ranks all must say `end` alike."""
         return "go"
+
+    def validated(self, loss: float | None) -> None:
+        """Called with the validation loss after `enter` asked to validate."""
 
     def admit(self, batch: StepBatch) -> None:
         """Called with what the step is about to compute on."""

@@ -179,6 +179,11 @@ class TrainingLoop:
             if gate is not None and (passage := gate.enter(number)) != "go":
                 if passage == "end":
                     return "completed"
+                if passage == "validate":
+                    self._drain()
+                    self._run_validation()
+                    self._mode.enter()
+                    gate.validated(progress.val_loss)
                 self._start_clock()
                 fresh = True
             owed = turns is not None and turns.due(number)

@@ -12,6 +12,7 @@ worse only at a stricter level, 1 of 1,000 for all looks and both figures. Every
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,15 @@ from frameworm.errors import ConfigError
 from frameworm.records.estimate import student_quantile
 
 FEWEST_SEEDS = 3
+# Where each training is validated, as fractions of its steps.
+CURVE = (0.5, 0.75, 1.0)
 # One-sided chances over a whole check: that what is as bad as the margin passes, that what is as good counts as worse.
 _PASS_ERROR = 0.025
 _WORSE_ERROR = 0.001
 # The last, short step of an epoch may come sooner on one side.
 _SAME_SAMPLES = 0.01
+# An extrapolation reaches no further.
+_MOST_TIMES = 2.0
 # More seeds are hopeless where even this fraction of the spread seen so far would leave the interval too wide.
 _HOPEFUL_SPREAD = 0.5
 
@@ -108,11 +113,12 @@ class Quality:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Quality:
         """The check that `to_json` wrote."""
-        baseline, candidate = ([_end_of(item) for item in values[side]] for side in ("baseline", "candidate"))
+        baseline, candidate = ([seed_end(item) for item in values[side]] for side in ("baseline", "candidate"))
         return cls(baseline, candidate, values["steps"], tuple(values.get("looks", ())))
 
 
-def _end_of(values: Mapping[str, Any]) -> SeedEnd:
+def seed_end(values: Mapping[str, Any]) -> SeedEnd:
+    """One training from plain values."""
     return SeedEnd(**{**values, "curve": tuple((point[0], point[1]) for point in values.get("curve", ()))})
 
 
@@ -184,6 +190,33 @@ def judge_quality(quality: Quality, margin: Margin = Margin()) -> Judgement:
     most = max(quality.looks, default=len(pairs))
     hopeful = max(_seeds_needed(item, len(pairs), looks, _HOPEFUL_SPREAD) for item in found) <= most
     return Judgement(None, told, hopeful and len(pairs) < most, loss, accuracy, seeds)
+
+
+def samples_to_same_loss(quality: Quality) -> float | None:
+    """How many times the baseline's samples the candidate needs to reach the validation loss that the baseline ends at.
+
+    Read off the candidate's mean curve, which is prolonged along its last piece where it ends above that loss. None: it
+    is not known, or more than twice as many.
+    """
+    ends = [end for end in quality.candidate if math.isfinite(end.loss) and end.samples]
+    if not ends or len({len(end.curve) for end in ends}) != 1 or len(ends[0].curve) < 2:
+        return None
+    target = _mean([end.loss for end in quality.baseline if math.isfinite(end.loss)])
+    points = [
+        (_mean([point[0] / (end.samples or 1) for point, end in zip(at, ends)]), _mean([point[1] for point in at]))
+        for at in zip(*(end.curve for end in ends))
+    ]
+    times = points[0][0]
+    for (start, high), (stop, low) in itertools.pairwise(points):
+        if high <= target:
+            return times
+        if high <= low:
+            times = math.inf  # until it falls again
+        else:
+            times = start + (stop - start) * (high - target) / (high - low)
+            if low <= target:
+                return times
+    return times if times <= _MOST_TIMES else None
 
 
 def _difference(worse: Sequence[float], margin: float, looks: int) -> Difference:

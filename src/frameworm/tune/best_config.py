@@ -119,7 +119,7 @@ def _header(result: TuneResult) -> str:
         if other:
             told = f"{gain} as fast as before by the lines marked `tune:`, some of them approximate"
             if all(item.checked is not None for item in other):
-                told += "; longer trainings show that it learns as well"
+                told += "; paired trainings show that it learns as well"
     return f"# By frameworm tune: {told}.\n"
 
 

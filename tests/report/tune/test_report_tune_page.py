@@ -11,6 +11,7 @@ from test_report_browser import EVIL, POLICY, brightness, in_browser, measure, o
 from tune_samples import FACTORS, stored
 
 from frameworm.report.tune.page import render_tune
+from frameworm.report.tune.text import waterfall
 
 SECTIONS = ["command", "waterfall", "changes", "learning", "phases", "rejected", "failed", "skipped"]
 
@@ -74,7 +75,7 @@ def checked() -> dict[str, Any]:
 
 def test_longer_trainings_are_shown_seed_by_seed() -> None:
     page = render_tune(checked())
-    assert "approximate, learns as well in 4 longer trainings of 100 steps" in page
+    assert "approximate, learns as well in 4 paired trainings of 100 steps" in page
     assert "<tr><td>1</td><td>0.5</td><td>0.53</td><td>80.0%</td><td>80.0%</td></tr>" in page
     result = checked()
     for side in ("baseline", "candidate"):
@@ -83,6 +84,39 @@ def test_longer_trainings_are_shown_seed_by_seed() -> None:
     assert "<tr><td>1</td><td>0.5</td><td>0.53</td></tr>" in render_tune(result)
     result["total"]["quality"] = {"baseline": "?", "candidate": [None]}
     assert "Validation at the end" not in render_tune(result)
+
+
+def test_a_trade_off_is_shown_with_both_figures_and_how_to_switch_it_on() -> None:
+    result = stored()
+    assert "trade-offs" not in render_tune(result)
+    difference = {"worse": 0.017, "low": -0.003, "high": 0.037, "margin": 0.003, "passed": None}
+    offer = {
+        "label": "data.batching=bucketed",
+        "changes": {"data.batching": "bucketed"},
+        "before": {"data.batching": "padded"},
+        "speedup": {"value": 1.4, "low": 1.3, "high": 1.5, "pairs": 10},
+        "loss": difference,
+        "accuracy": {"worse": 0.016, "low": 0.004, "high": 0.028, "margin": 0.002, "passed": None},
+        "seeds": 8,
+        "steps": 100,
+        "seeds_needed": 400,
+        "same_loss_s": [6.2, 5.1],
+        "switch_on": "--set data.batching=bucketed",
+    }
+    result["trade_offs"] = [offer, {**offer, "label": "b", "same_loss_s": None, "accuracy": None}, "?", {}]
+    page, text = render_tune(result), " ".join(waterfall(result).split())
+    for told in (
+        "1.40x (1.30 to 1.50)",
+        "+0.017 (-0.003 to +0.037)",
+        "accuracy -1.60 points (-2.80 to -0.40)",
+        "it reaches the same validation loss in about 5.10 s instead of 6.20 s",
+        "8 paired seeds of 100 steps; about 400 would be needed",
+        "--set data.batching=bucketed",
+        "data.batching=bucketed instead of padded",
+        "it does not reach the same validation loss within twice the samples",
+    ):
+        assert told in page, told
+        assert told in text, told
 
 
 def test_without_a_gain_there_is_no_command() -> None:

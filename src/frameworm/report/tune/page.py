@@ -87,6 +87,7 @@ def render_tune(result: Mapping[str, Any], best: str = "best.yaml") -> str:
         command=tune_tables.command_of(result, best),
         waterfall=charts_tune.waterfall_chart(stages),
         changes=tune_tables.change_rows(result),
+        trade_offs=tune_tables.trade_off_rows(result),
         proofs=proofs[:MOST_CURVES],
         hidden_proofs=max(0, len(proofs) - MOST_CURVES),
         phase_bars=charts_tune.phase_bars(phases),

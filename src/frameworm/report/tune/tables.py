@@ -97,6 +97,28 @@ class ChangeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TradeOffRow:
+    """A faster setting that was not shown to learn as well, as tables show it."""
+
+    label: str
+    instead_of: str
+    gain: str
+    loss: str
+    accuracy: str
+    same_loss: str
+    basis: str
+    switch_on: str
+
+    def text(self) -> str:
+        """Everything in a few sentences."""
+        costs = ", ".join(part for part in (f"validation loss {self.loss}", self.accuracy) if part)
+        told = (
+            f"{self.label} instead of {self.instead_of}: {self.gain} as fast; at equal samples {costs} ({self.basis})"
+        )
+        return f"{told}; {self.same_loss}. Switch it on with {self.switch_on}"
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseBeforeAfter:
     """A phase of the mean step under both configs; None: not measured."""
 
@@ -162,7 +184,7 @@ def numbers(mathematics: Any, checked: Any) -> str:
     seeds, steps = (figure(mapping(checked).get(name)) for name in ("seeds", "steps"))
     if seeds is None or steps is None:
         return told
-    return f"{told}, learns as well in {seeds:.0f} longer trainings of {steps:.0f} steps"
+    return f"{told}, learns as well in {seeds:.0f} paired trainings of {steps:.0f} steps"
 
 
 def stages(result: Mapping[str, Any]) -> list[Stage]:
@@ -288,6 +310,44 @@ def _precision(result: Mapping[str, Any], accepted: Mapping[str, Any]) -> str | 
     attempts = [mapping(item) for item in sequence(result.get("attempts"))]
     proofs = [mapping(item.get("proof")) for item in attempts if item.get("changes") == accepted.get("changes")]
     return "precision" if any(proof.get("change") == "precision" for proof in proofs) else None
+
+
+def trade_off_rows(result: Mapping[str, Any]) -> list[TradeOffRow]:
+    """Every trade-off that is offered."""
+    return [_trade_off_row(item) for item in sequence(result.get("trade_offs")) if isinstance(item, Mapping)]
+
+
+def _trade_off_row(item: Mapping[str, Any]) -> TradeOffRow:
+    gain = gain_of(item.get("speedup"))
+    seeds, steps, needed = (figure(item.get(name)) for name in ("seeds", "steps", "seeds_needed"))
+    basis = tables.UNKNOWN if seeds is None or steps is None else f"{seeds:.0f} paired seeds of {steps:.0f} steps"
+    if needed is not None:
+        basis += f"; about {needed:,.0f} would be needed to show that it costs no more than allowed"
+    before_s, after_s = (*(figure(value) for value in sequence(item.get("same_loss_s"))), None, None)[:2]
+    same_loss = "it does not reach the same validation loss within twice the samples"
+    if before_s is not None and after_s is not None:
+        times = f"{tables.seconds(after_s)} instead of {tables.seconds(before_s)}"
+        same_loss = f"it reaches the same validation loss in about {times}"
+    accuracy = mapping(item.get("accuracy"))
+    return TradeOffRow(
+        tables.plain(item.get("label") or "") or change_label(mapping(item.get("changes"))),
+        ", ".join(setting(value) for value in mapping(item.get("before")).values()) or "what was there",
+        tables.UNKNOWN if gain is None else gain.text(),
+        _interval(mapping(item.get("loss")), 1, ".2g", ""),
+        f"accuracy {_interval(accuracy, -100, '.2f', ' points')}" if accuracy else "",
+        same_loss,
+        basis,
+        tables.plain(item.get("switch_on") or ""),
+    )
+
+
+def _interval(difference: Mapping[str, Any], factor: float, form: str, unit: str) -> str:
+    found = [figure(difference.get(name)) for name in ("worse", "low", "high")]
+    known = [factor * value for value in found if value is not None]
+    if len(known) < 3:
+        return tables.UNKNOWN
+    low, high = sorted(known[1:])
+    return f"{known[0]:+{form}}{unit} ({low:+{form}} to {high:+{form}})"
 
 
 def phases_before_after(result: Mapping[str, Any]) -> list[PhaseBeforeAfter]:

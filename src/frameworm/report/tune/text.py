@@ -47,6 +47,8 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     if learning:
         lines += field("learning", learning, width)
     lines += _agreement(tune_tables.final_proof(result), width)
+    for row in tune_tables.trade_off_rows(result):
+        lines += field("trade-off", row.text(), width)
     lines += field("search", tune_tables.spent(result), width)
     if len(stages) > 1:
         # Not wrapped: a command in two pieces cannot be copied.

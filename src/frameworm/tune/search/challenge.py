@@ -12,7 +12,7 @@ from frameworm.tune.knobs.base import Candidate, Knob, together
 from frameworm.tune.knobs.context import Context, apply_changes, setting_of
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.ledger import BudgetSpentError, Ledger
-from frameworm.tune.search.result import Accepted, Attempt, Progress, Status, Tell, TuneResult, was_checked
+from frameworm.tune.search.result import Accepted, Attempt, Progress, Status, Tell, TuneResult, trade_off, was_checked
 from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import ProofResult, TrialResult, rounding_unit
 
@@ -122,9 +122,20 @@ class Challenge:
         attempt.proof = proof
         attempt.status, attempt.reason = proof.verdict, proof.reason
         if proof.verdict != "accepted":
+            self._offer(attempt)
             return False
         self._accept(attempt, candidate, config, trial)
         return True
+
+    def _offer(self, attempt: Attempt) -> None:
+        """Offer a change as a trade-off if its gain is proved and its quality was checked."""
+        proof = attempt.proof
+        if proof is None or proof.quality is None or not proof.checks[0].passed:
+            return
+        judged = judge_quality(proof.quality, self._longer.margin)
+        found = trade_off(attempt, judged, self.context, self.best.sample_s)
+        if found is not None:
+            self.result.trade_offs.append(found)
 
     def _prove_step(self, candidate: Candidate, config: Config) -> ProofResult:
         """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any."""

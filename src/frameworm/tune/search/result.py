@@ -9,6 +9,7 @@ from typing import Any, Literal
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Proof
+from frameworm.guard.quality import Difference, Judgement, samples_to_same_loss
 from frameworm.tune.knobs.base import Candidate, Knob
 from frameworm.tune.knobs.context import Context, setting_of
 from frameworm.tune.trials.outcomes import Budget, FailureKind, TrialResult
@@ -87,6 +88,81 @@ class Accepted:
         return None if quality is None else {"seeds": len(quality.baseline), "steps": quality.steps}
 
 
+@dataclass(frozen=True)
+class TradeOff:
+    """A faster setting that was not shown to learn as well: the user may switch it on.
+
+    Attributes:
+        label: The changes as users write them.
+        changes: Dotted keys and new values.
+        before: The values that these replace.
+        speedup: How many times as fast as with those.
+        loss: How much higher the final validation loss is at equal samples, with its interval and what is allowed.
+        accuracy: How much lower the accuracy is; None: there is none.
+        seeds: Pairs of trainings.
+        steps: Steps of each.
+        seeds_needed: About how many pairs would show that it costs no more than is allowed, if that is so.
+        same_loss_s: Seconds to the validation loss that the config before the change ends at: before and after the
+            change; None: not within twice the samples.
+    """
+
+    label: str
+    changes: dict[str, Any]
+    before: dict[str, Any]
+    speedup: Speedup
+    loss: Difference
+    accuracy: Difference | None
+    seeds: int
+    steps: int
+    seeds_needed: int | None
+    same_loss_s: tuple[float, float] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        differences = {"loss": self.loss._asdict(), "accuracy": self.accuracy and self.accuracy._asdict()}
+        settings = [f"--set {key}={_written(value)}" for key, value in self.changes.items()]
+        return {**asdict(self), **differences, "switch_on": " ".join(settings)}
+
+
+def trade_off(attempt: Attempt, judged: Judgement, context: Context, sample_s: float) -> TradeOff | None:
+    """What a quality check that did not pass leaves to offer.
+
+    Args:
+        attempt: Its gain is proved, and its quality was checked.
+        judged: What the check showed.
+        context: The config before the change.
+        sample_s: Its seconds per sample.
+
+    Returns:
+        None where it is worse and no quicker to the same validation loss.
+    """
+    proof = attempt.proof
+    if proof is None or proof.quality is None or proof.speedup is None or judged.loss is None:
+        return None
+    times = samples_to_same_loss(proof.quality)
+    training_s = proof.quality.steps * context.global_batch * sample_s
+    same_loss_s = None if times is None else (training_s, times * training_s / proof.speedup.value)
+    if judged.passed is False and (same_loss_s is None or same_loss_s[1] >= same_loss_s[0]):
+        return None
+    seeds, steps = len(proof.quality.baseline), proof.quality.steps
+    return TradeOff(
+        attempt.label,
+        dict(attempt.changes),
+        {key: setting_of(context.config, key) for key in attempt.changes},
+        proof.speedup,
+        judged.loss,
+        judged.accuracy,
+        seeds,
+        steps,
+        judged.seeds_needed,
+        same_loss_s,
+    )
+
+
+def _written(value: Any) -> str:
+    return "off" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @dataclass
 class TuneResult:
     """A whole search.
@@ -98,6 +174,7 @@ class TuneResult:
         final: The trial of `best`.
         accepted: The changes between them, in order.
         attempts: Everything that was tried, and what was not with its reason.
+        trade_offs: Faster settings that were not shown to learn as well, for the user to decide.
         total: The proof of `best` against `start`; None: there was no budget left for it, or nothing to prove.
         run_samples: Samples of the whole run, None: not known.
         spent_s: Seconds of all trials and proofs.
@@ -111,6 +188,7 @@ class TuneResult:
     final: TrialResult
     accepted: list[Accepted] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
+    trade_offs: list[TradeOff] = field(default_factory=list)
     total: Proof | None = None
     run_samples: int | None = None
     spent_s: float = 0.0
@@ -158,6 +236,7 @@ class TuneResult:
             "changes": {key: {"before": before, "after": after} for key, (before, after) in self.changes.items()},
             "accepted": [_plain(item) for item in self.accepted],
             "attempts": [asdict(item) for item in self.attempts],
+            "trade_offs": [item.to_json() for item in self.trade_offs],
             "baseline": self.baseline.to_json(),
             "final": self.final.to_json(),
             "total": None if self.total is None else self.total.to_json(),

@@ -23,6 +23,7 @@ from frameworm.engine.gate import Gate, Passage
 from frameworm.engine.lockstep import FollowingGate, LeadingGate, Plan
 from frameworm.engine.run import train_workload
 from frameworm.errors import ConfigError, DeviceError, MissingPackageError
+from frameworm.guard.quality import CURVE
 from frameworm.hardware.resolve import resolve_here
 from frameworm.launch.environment import added_to_environment
 from frameworm.launch.process_group import cleanup
@@ -302,11 +303,24 @@ def _soon(config: Config, steps: int) -> dict[str, Any]:
     return {"max_steps": most if training.max_steps is None else max(min(most, training.max_steps), steps)}
 
 
-class _SampleGate(Gate):
-    """Counts the samples of a run."""
+class _CurveGate(Gate):
+    """Counts the samples of a run, and validates on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self._validate_before = {math.ceil(fraction * steps) + 1 for fraction in CURVE if fraction < 1}
         self.samples = 0
+        self.curve: list[tuple[int, float]] = []
+
+    def enter(self, step: int) -> Passage:
+        """Validate after the steps of the curve, once: the first step of an epoch enters twice."""
+        if step not in self._validate_before:
+            return "go"
+        self._validate_before.remove(step)
+        return "validate"
+
+    def validated(self, loss: float | None) -> None:
+        """Write the loss down."""
+        self.curve.append((self.samples, math.nan if loss is None else loss))
 
     def admit(self, batch: StepBatch) -> None:
         """Over all ranks."""
@@ -317,12 +331,18 @@ def _train_longer(job: TrialJob, steps: int, seed: int) -> dict[str, Any]:
     """A whole run of some steps with its own schedule: other weights, order and dropout, but the same data."""
     config = resolve_here(_quiet(job.config, {"early_stop": None, "max_steps": steps}), job.world_size)
     workload = build_workload(config, weights_seed=seed)
-    gate, losses = _SampleGate(), _Losses()
+    gate, losses = _CurveGate(steps), _Losses()
     record = train_workload(config.model_copy(update={"seed": seed}), workload, gate=gate, callbacks=[losses])
     first = next((loss for loss, _ in losses.seen if loss is not None), math.nan)
     last = record.epochs[-1]
-    loss = math.nan if last.val_loss is None else last.val_loss
-    return {"start_loss": first, "loss": loss, "accuracy": last.val_accuracy, "samples": gate.samples}
+    gate.validated(last.val_loss)
+    return {
+        "start_loss": first,
+        "loss": gate.curve[-1][1],
+        "accuracy": last.val_accuracy,
+        "samples": gate.samples,
+        "curve": gate.curve,
+    }
 
 
 def _epoch(job: TrialJob) -> tuple[int | None, int | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frameworm.config.schema import Config
-from frameworm.guard.quality import Margin, Quality, SeedEnd, judge_quality
+from frameworm.guard.quality import CURVE, Margin, Quality, SeedEnd, judge_quality, seed_end
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.outcomes import LongerRequest, LongerResult, TrialResult
@@ -62,7 +62,7 @@ class Longer:
         samples = self.steps(context) * context.global_batch
         validated = context.workload.validation_samples or 0
         epoch = context.workload.samples_per_epoch
-        validated *= math.ceil(samples / epoch) if epoch else 1
+        validated *= (math.ceil(samples / epoch) if epoch else 1) + len(CURVE) - 1
         sides = (before, before if after is None else after)
         pair_s = sum((samples + _VALIDATION_COST * validated) * side.sample_s for side in sides)
         start_s = sum(_START_S if side.setup_s is None else side.setup_s for side in sides)
@@ -93,7 +93,7 @@ def train_both(request: LongerRequest, start: Start, *, together: bool) -> Longe
         seeds = tuple(request.baseline.seed + number for number in range(done, look))
         try:
             for side, told in zip(ends, _group(request, start, seeds, deadline, together)):
-                side.extend(SeedEnd(**item) for item in told)
+                side.extend(seed_end(item) for item in told)
         except LiveError as error:
             if error.failure.kind == "hang" and done:
                 details["stopped"] = f"time was up during seed {done + 1} to {look}"
