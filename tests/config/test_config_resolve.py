@@ -225,6 +225,27 @@ def test_batching_decides_balance_and_place(data: dict[str, Any], device: Any, b
     assert again.data == done.data
 
 
+@pytest.mark.parametrize(
+    ("training", "world_size", "passes"),
+    [
+        ({"global_batch": 64}, 1, (32, 2)),
+        ({"global_batch": 64}, 2, (16, 2)),
+        ({"global_batch": 6}, 2, (3, 1)),  # cannot be halved
+        ({"global_batch": 64, "micro_batch": 64}, 1, (64, 1)),  # as the user says
+        ({"global_batch": 64, "accumulation": 1}, 1, (64, 1)),
+        ({"batch_size": 64}, 1, (64, 1)),
+    ],
+)
+def test_each_half_of_a_bucketed_step_is_a_pass_of_its_own(
+    training: dict[str, Any], world_size: int, passes: tuple[int, int]
+) -> None:
+    config = config_of(data={"batching": "bucketed"}, training=training)
+    done = resolve(config, world_size=world_size, device="cpu", bf16=False)
+    assert (done.training.micro_batch, done.training.accumulation) == passes
+    again = resolve(done, world_size=world_size, device="cpu", bf16=False)
+    assert again.training == done.training
+
+
 def test_resident_data_needs_a_gpu() -> None:
     config = config_of(data={"resident": True, "batching": "packed"})
     with pytest.raises(DeviceError, match=r"^data\.resident: "):

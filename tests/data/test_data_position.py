@@ -54,6 +54,10 @@ def _loader(kind: str, batch: int, rank: int, world_size: int) -> Any:
         loader: Any = OptimizedDataLoader.create(DATA, batch, num_workers=0, seed=3)
     elif kind == "bucketed":
         loader = OptimizedDataLoader.create(Lengths(), batch, num_workers=0, seed=3, batching="bucketed")
+    elif kind == "mixed":
+        loader = OptimizedDataLoader.create(
+            Lengths(), batch, num_workers=0, seed=3, batching="bucketed", mixed_lengths=True
+        )
     elif kind == "stream":
         loader = OptimizedDataLoader.create(Stream(), batch, num_workers=0)
     elif kind == "batches":
@@ -86,7 +90,7 @@ def _read(kind: str, batch: int, world_size: int, steps: int | None, before: Any
     return samples, reading
 
 
-@pytest.mark.parametrize("kind", ["planned", "bucketed", "stream", "batches", "distributed", "in order"])
+@pytest.mark.parametrize("kind", ["planned", "bucketed", "mixed", "stream", "batches", "distributed", "in order"])
 @pytest.mark.parametrize(("batch", "ranks", "then", "later"), [(4, 2, 6, 1), (6, 1, 2, 3), (4, 1, 6, 1), (5, 2, 5, 3)])
 def test_every_sample_comes_once(kind: str, batch: int, ranks: int, then: int, later: int) -> None:
     first, reading = _read(kind, batch, ranks, 3)

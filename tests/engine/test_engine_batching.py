@@ -86,7 +86,7 @@ def test_compiled_steps_have_fewer_widths(compiled: bool, data_cache_dir: Path) 
     sections = {
         "model": {"max_seq_len": 32},
         "data": {"cache_dir": str(data_cache_dir), "limit": 800, "vocab_size": 512, "batching": "bucketed"},
-        "training": {"global_batch": 4, "micro_batch": 4},
+        "training": {"global_batch": 4},
         "gpu": {"device": "cpu", "compile_model": compiled},
     }
     config = resolve_here(load_config_from_mapping(sections, environ={}), 1)

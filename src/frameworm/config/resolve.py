@@ -61,7 +61,7 @@ def resolve(
     problems = list(_world_problems(config, world_size, chosen))
     batch: Batch | None = None
     try:
-        batch = batch_of(config.training, world_size, allow_uneven)
+        batch = _halved(config, batch_of(config.training, world_size, allow_uneven))
     except BatchError as error:
         problems.insert(0, Problem((GLOBAL_BATCH,), str(error), at=OTHER_BATCH_KEYS))
     if problems or batch is None:
@@ -127,6 +127,15 @@ def batch_of(training: TrainingConfig, world_size: int, allow_uneven: bool = Fal
         steps = min(steps, _divide_up(total, world_size))
         return Batch(total, _divide_up(total, world_size * steps), steps)
     raise BatchError(_does_not_fit(total, unit, world_size, micro, accumulation))
+
+
+def _halved(config: Config, batch: Batch) -> Batch:
+    """A pass for each half of a bucketed step, whose lengths differ, unless the user has chosen the passes."""
+    training = config.training
+    chosen = training.batch_size is not None or training.micro_batch != "auto" or training.accumulation != "auto"
+    if chosen or config.data.batching != "bucketed" or batch.micro_batch % 2:
+        return batch
+    return Batch(batch.global_batch, batch.micro_batch // 2, 2 * batch.accumulation)
 
 
 def growing_batch_note(training: TrainingConfig, world_size: int) -> str | None:

@@ -41,6 +41,7 @@ class LoaderSettings:
     timeout_s: float = 0.0
     fill_empty: bool = True
     batching: Batching = "padded"
+    mixed_lengths: bool = False
     balance: bool | Auto = "auto"
     resident: bool | Auto = False
     epochs: int = 1
@@ -204,7 +205,15 @@ def make_sampler(
         seed=settings.seed,
         drop_last=settings.drop_last,
         fill_empty=fill_empty,
-        arrange=arrangement(dataset, batching, settings.balances, global_batch, settings.seed),
+        arrange=arrangement(
+            dataset,
+            batching,
+            settings.balances,
+            global_batch,
+            settings.seed,
+            mixed_lengths=settings.mixed_lengths,
+            ranks=world_size,
+        ),
     )
 
 

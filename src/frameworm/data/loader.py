@@ -110,6 +110,7 @@ class OptimizedDataLoader:
         in_order: bool = True,
         fill_empty: bool = True,
         batching: Batching = "padded",
+        mixed_lengths: bool = False,
         balance: bool | Auto = "auto",
         resident: bool | Auto = False,
         epochs: int = 1,
@@ -145,6 +146,8 @@ class OptimizedDataLoader:
             fill_empty: Let ranks without samples in a step run one that does not count; off for evaluation.
             batching: How texts of unequal length meet: padded, bucketed (like lengths in one step) or packed (end to
                 end; a thread puts them together, so there are no workers and no `collate_fn`).
+            mixed_lengths: bucketed: a step has a shorter and a longer half, which learns as well as random steps; for
+                steps of several micro-batches.
             balance: Steps of nearly equal token counts. auto: for packed.
             resident: packed, through a `CudaDataLoader`: keep the samples on the GPU and put batches together there.
                 auto: if they are small beside its memory.
@@ -174,6 +177,7 @@ class OptimizedDataLoader:
             timeout_s=timeout_s if timeout is None else timeout,
             fill_empty=fill_empty,
             batching=batching,
+            mixed_lengths=mixed_lengths,
             balance=balance,
             resident=resident,
             epochs=epochs,
@@ -284,7 +288,15 @@ class OptimizedDataLoader:
         settings = self.settings
         arrange = None
         if arranged_for is not None:
-            arrange = arrangement(self.dataset, self._batching, settings.balances, arranged_for, settings.seed)
+            arrange = arrangement(
+                self.dataset,
+                self._batching,
+                settings.balances,
+                arranged_for,
+                settings.seed,
+                mixed_lengths=settings.mixed_lengths,
+                ranks=placement.world_size,
+            )
         self._sampler.skip(self._epoch, samples, arrange)
         self._plan_batches(self._sampler)
 

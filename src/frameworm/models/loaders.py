@@ -30,6 +30,7 @@ def build_loader(config: Config, workload: Workload, data: Any, *, evaluation: b
         global_batch=None if evaluation else training.global_batch,
         collate_fn=workload.collate_fn,
         batching="padded" if evaluation else settings.batching,
+        mixed_lengths=not evaluation,
         balance=False if evaluation else settings.balance,
         resident=False if evaluation else settings.resident,
         epochs=training.epochs,

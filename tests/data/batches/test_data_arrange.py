@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -26,7 +27,15 @@ def skewed(size: int, seed: int = 0) -> np.ndarray:
     return np.clip(drawn, 1, 256).astype(np.int64)
 
 
-@pytest.mark.parametrize("arrange", [balanced, bucketed])
+ARRANGEMENTS = [
+    balanced,
+    bucketed,
+    functools.partial(bucketed, mixed=True),
+    functools.partial(bucketed, mixed=True, ranks=2),
+]
+
+
+@pytest.mark.parametrize("arrange", ARRANGEMENTS)
 @given(lengths=lengths_of_any_kind, global_batch=batch_sizes, seed=st.integers(0, 3), epoch=st.integers(0, 3))
 @settings(deadline=None, max_examples=100)
 def test_every_sample_is_there_once_and_the_order_follows_from_its_seed(
@@ -82,7 +91,7 @@ def test_the_short_step_is_last_and_near_the_mean(rest: int) -> None:
             assert abs(short.sum() - rest * sizes.mean()) <= sizes.max()
 
 
-@pytest.mark.parametrize("arrange", [balanced, bucketed])
+@pytest.mark.parametrize("arrange", ARRANGEMENTS)
 def test_every_sample_is_as_likely_in_every_place(arrange: object) -> None:
     assert callable(arrange)
     # The longest and the shortest of 22 samples, in steps of 4: where they land over many epochs.
@@ -106,6 +115,30 @@ def test_bucketed_steps_hold_like_lengths_and_come_in_random_order() -> None:
     assert np.abs(np.corrcoef(table.mean(axis=1), np.arange(64))[0, 1]) < 0.4
     # Inside a step the longer ones are not at one end: that end would be one rank's.
     assert np.abs((table[:, :16] - table[:, 16:]).mean()) < 0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_mixed_step_has_a_short_and_a_long_half_on_every_rank(ranks: int) -> None:
+    sizes = skewed(32 * 64 + 5)
+    arranged = bucketed(permutation(len(sizes)), sizes, 32, seed=0, epoch=0, mixed=True, ranks=ranks)
+    table = sizes[arranged[: 32 * 64]].reshape(64, ranks, 2, -1)
+    widest = table.max(axis=3, keepdims=True)
+    assert 1 - table.sum() / (widest * np.ones_like(table)).sum() < 0.03, "hardly any padding in any pass"
+    assert (table[:, :, 0].max(axis=2) <= table[:, :, 1].min(axis=2)).all()
+    # Steps are alike in length, whereas steps of one length each differ as texts do.
+    assert table.mean(axis=(1, 2, 3)).std() < 0.4 * sizes.std()
+
+
+def test_a_mixed_step_holds_the_same_samples_on_any_number_of_ranks() -> None:
+    sizes = skewed(32 * 20 + 5)
+    tables = [
+        bucketed(permutation(len(sizes)), sizes, 32, seed=0, epoch=0, mixed=True, ranks=ranks)[: 32 * 20].reshape(
+            20, 32
+        )
+        for ranks in (1, 2, 3, 4, 16)
+    ]
+    for table in tables[1:]:
+        assert [set(step) for step in table.tolist()] == [set(step) for step in tables[0].tolist()]
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), count=st.integers(1, 5))

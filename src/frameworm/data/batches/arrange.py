@@ -66,9 +66,16 @@ def bucketed(
     *,
     seed: int,
     epoch: int,
+    mixed: bool = False,
+    ranks: int = 1,
     window_steps: int = WINDOW_STEPS,
 ) -> Order:
-    """Steps of like length: windows of the permutation are sorted and cut into steps, and all steps are shuffled.
+    """Steps with little padding: windows of the permutation are sorted and cut into steps, and all steps are shuffled.
+
+    A step of like lengths has a gradient of its own kind, and training on such steps ends worse than on random ones
+    (benchmarks/batching_quality.py). A mixed step has two halves of like length, one of short and one of long samples:
+    the shortest go with the longest, so that steps have about equally many tokens. As forward passes of their own, the
+    halves need as little padding.
 
     Args:
         order: A random permutation of the samples, or of some of them.
@@ -76,6 +83,9 @@ def bucketed(
         global_batch: Samples per step.
         seed: Seed of what is drawn here.
         epoch: Another epoch draws something else.
+        mixed: Steps have a shorter and a longer half.
+        ranks: Each of so many equal parts of a mixed step holds its shorter half first, then its longer one. Where they
+            do not divide, the step as a whole does. Which samples a step holds does not depend on it.
         window_steps: About how many steps are sorted together.
     """
     random = np.random.default_rng(np.random.SeedSequence([seed, epoch, _STREAM]))
@@ -85,12 +95,20 @@ def bucketed(
     windows = max(1, round(steps / window_steps))
     # Windows of equal size: a small one at the end would hold steps of less like length than the others.
     borders = [steps * window // windows * global_batch for window in range(windows + 1)]
+    halves = (global_batch - global_batch // 2, global_batch // 2) if mixed else (global_batch, 0)
     for start, stop in itertools.pairwise(borders):
         window = body[start:stop]
-        rows.append(window[np.argsort(lengths[window], kind="stable")].reshape(-1, global_batch))
+        window = window[np.argsort(lengths[window], kind="stable")]
+        count = len(window) // global_batch
+        low, high = (part.reshape(count, half) for part, half in zip(np.split(window, [count * halves[0]]), halves))
+        rows.append(np.concatenate([low, high[::-1]], axis=1))
     table = np.concatenate(rows)
+    table = table[random.permutation(len(table))]
     # Shuffled inside a step too: ranks and micro-batches are slices of it.
-    table = random.permuted(table[random.permutation(len(table))], axis=1)
+    parts = [random.permuted(part, axis=1) for part in np.split(table, [halves[0]], axis=1)]
+    table = np.concatenate(parts, axis=1)
+    if mixed and global_batch % (2 * ranks) == 0:
+        table = table.reshape(len(table), 2, ranks, global_batch // (2 * ranks)).swapaxes(1, 2)
     return np.concatenate([table.reshape(-1), short])
 
 

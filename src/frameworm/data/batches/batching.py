@@ -59,13 +59,23 @@ def batching_of(dataset: Any, batching: Batching, *, balance: bool, shuffle: boo
     return batching
 
 
-def arrangement(dataset: Any, batching: Batching, balance: bool, global_batch: int, seed: int) -> Arrange | None:
+def arrangement(
+    dataset: Any,
+    batching: Batching,
+    balance: bool,
+    global_batch: int,
+    seed: int,
+    *,
+    mixed_lengths: bool = False,
+    ranks: int = 1,
+) -> Arrange | None:
     """What turns an epoch's random order into the one to use; None leaves it as it is."""
     if (not balance and batching != "bucketed") or getattr(base_of(dataset), "blocks_are_full", False):
         return None
     lengths = token_lengths(dataset)
     assert lengths is not None
-    return functools.partial(_arranged, balanced if balance else bucketed, lengths, global_batch, seed)
+    function = balanced if balance else functools.partial(bucketed, mixed=mixed_lengths, ranks=ranks)
+    return functools.partial(_arranged, function, lengths, global_batch, seed)
 
 
 def narrowed(dataset: Any, batching: Batching, most_widths: int | None) -> Any:
