@@ -290,4 +290,4 @@ def _approximate(consent: bool, quality: Quality | None) -> Check:
         return Check(QUALITY, judged.passed, judged.detail)
     if consent:
         return Check(QUALITY, True, "allowed by the user; what it costs in quality was not measured")
-    return Check(QUALITY, None, "changes more than rounding: needs a longer check, or --allow approximate")
+    return Check(QUALITY, None, "changes more than rounding: needs a quality check, or --allow approximate")

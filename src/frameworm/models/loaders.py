@@ -9,6 +9,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.models.workloads import Workload
 
 CAPTURED_WIDTHS = 16
+CAPTURED_HALVES = 10  # of a bucketed step's two passes: 5 x 6 pairs of widths at most, each a graph
 EAGER_WIDTHS = 64  # on a CPU new shapes cost little, and what is padded for less of them costs more
 
 
@@ -43,5 +44,7 @@ def _most_widths(config: Config) -> int | None:
     """How many widths batches may have: a graph is captured for each, and a compiler sees each as something new."""
     gpu = config.gpu
     if config.data.batching == "bucketed":
+        if gpu.capture != "off":
+            return CAPTURED_HALVES
         return EAGER_WIDTHS if gpu.device == "cpu" and not gpu.compile_model else None
     return None if gpu.capture == "off" else CAPTURED_WIDTHS

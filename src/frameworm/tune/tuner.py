@@ -48,10 +48,10 @@ def tune(
         out: Folder for the journal, what trials said, `best.yaml`, `tune.json` and `report.html`.
         budget: What it may take; ten minutes unless given.
         world_size: Processes of every trial, all on this machine.
-        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
+        allow_approximate: What changes the mathematics by more than rounding needs no quality check.
         knobs: What may be changed; all that are known unless given.
         effort: How much is measured.
-        longer: How long longer checks are.
+        longer: How quality checks are made.
         limit_bytes: Memory each process of a trial may take beside Python and torch.
         original: The config file as it was written, whose comments `best.yaml` keeps where it can.
         tell: Is told how it goes.

@@ -125,8 +125,8 @@ def test_a_mixed_step_has_a_short_and_a_long_half_on_every_rank(ranks: int) -> N
     widest = table.max(axis=3, keepdims=True)
     assert 1 - table.sum() / (widest * np.ones_like(table)).sum() < 0.03, "hardly any padding in any pass"
     assert (table[:, :, 0].max(axis=2) <= table[:, :, 1].min(axis=2)).all()
-    # Steps are alike in length, whereas steps of one length each differ as texts do.
-    assert table.mean(axis=(1, 2, 3)).std() < 0.4 * sizes.std()
+    # Steps differ in length by less than texts do, as steps of one length each would.
+    assert table.mean(axis=(1, 2, 3)).std() < 0.6 * sizes.std()
 
 
 def test_a_mixed_step_holds_the_same_samples_on_any_number_of_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Changes of the mathematics without consent: when a longer check is made, what it decides, and what is repeated."""
+"""Changes of the mathematics without consent: when a quality check is made, what it decides, and what is repeated."""
 
 from __future__ import annotations
 
@@ -88,6 +88,16 @@ def test_what_cannot_be_shown_to_learn_as_well_is_offered_with_both_figures() ->
     assert after_s < before_s
 
 
+def test_after_a_trade_off_the_next_value_of_the_knob_is_proved() -> None:
+    def mathematics(value: Any) -> str:
+        return "rounding" if value == "b" else "more"
+
+    knob = planted("sparse", {"model.sparse": "a", "model.blur": 0.05}, "b", mathematics=mathematics)
+    result = checked(Machine(cost, seed=1), [knob], config_of(sparse="", blur=0.0))
+    assert result.changes == {"model.sparse": ("", "b")}
+    assert [item.changes["model.sparse"] for item in result.trade_offs] == ["a"]
+
+
 def test_what_is_worse_is_offered_only_if_it_gets_to_the_same_loss_sooner() -> None:
     for harm, count in ((0.02, 1), (1.6, 0)):
         knob = planted("sparse", {"model.sparse": "a", "model.harm": harm}, mathematics="more")
@@ -145,8 +155,8 @@ def test_with_consent_there_is_no_longer_check() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"validation": False}, "needs validation data for a longer check, or --allow approximate"),
-        ({"budget": Budget(time_s=300.0)}, "needs a longer check of about 1940 s, or --allow approximate"),
+        ({"validation": False}, "needs validation data for a quality check, or --allow approximate"),
+        ({"budget": Budget(time_s=300.0)}, "needs a quality check of about 1940 s, or --allow approximate"),
     ],
 )
 def test_what_cannot_be_checked_is_not_tried_and_says_why(more: dict[str, Any], reason: str) -> None:
@@ -170,8 +180,8 @@ def test_a_value_that_could_not_be_checked_is_listed_beside_one_that_was_accepte
     knob = planted("sparse", "a", "b", mathematics=lambda value: "more" if value == "a" else "rounding")
     result = checked(Machine(cost), [knob], config_of(sparse=""), budget=Budget(time_s=300.0))
     assert result.changes == {"model.sparse": ("", "b")}
-    assert "needs a longer check of about" in reasons(result)["model.sparse=a"]
-    assert result.stopped == "all was tried that the budget has time for; model.sparse=a needs a longer check"
+    assert "needs a quality check of about" in reasons(result)["model.sparse=a"]
+    assert result.stopped == "all was tried that the budget has time for; model.sparse=a needs a quality check"
 
 
 def test_a_check_for_which_too_little_is_left_is_not_begun() -> None:
@@ -181,7 +191,7 @@ def test_a_check_for_which_too_little_is_left_is_not_begun() -> None:
     assert machine.checks == []
     told = reasons(result)["model.sparse=a"]
     assert result.attempts[0].status == "inconclusive"
-    assert told.startswith("quality: changes more than rounding: needs a longer check of about 3")
+    assert told.startswith("quality: changes more than rounding: needs a quality check of about 3")
     assert "its gain is proved: 2.000 x" in told
 
 

@@ -73,9 +73,8 @@ def bucketed(
     """Steps with little padding: windows of the permutation are sorted and cut into steps, and all steps are shuffled.
 
     A step of like lengths has a gradient of its own kind, and training on such steps ends worse than on random ones
-    (benchmarks/batching_quality.py). A mixed step has two halves of like length, one of short and one of long samples:
-    the shortest go with the longest, so that steps have about equally many tokens. As forward passes of their own, the
-    halves need as little padding.
+    (benchmarks/batching_quality.py). A mixed step has two halves of like length: one from the shorter half of the
+    samples and one from the longer, paired at random. As forward passes of their own they need as little padding.
 
     Args:
         order: A random permutation of the samples, or of some of them.
@@ -101,7 +100,7 @@ def bucketed(
         window = window[np.argsort(lengths[window], kind="stable")]
         count = len(window) // global_batch
         low, high = (part.reshape(count, half) for part, half in zip(np.split(window, [count * halves[0]]), halves))
-        rows.append(np.concatenate([low, high[::-1]], axis=1))
+        rows.append(np.concatenate([low, high[random.permutation(count)]], axis=1) if mixed else low)
     table = np.concatenate(rows)
     table = table[random.permutation(len(table))]
     # Shuffled inside a step too: ranks and micro-batches are slices of it.

@@ -18,8 +18,8 @@ from frameworm.tune.trials.outcomes import ProofResult, TrialResult, rounding_un
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
-WANTS_CHECK = "needs a longer check"
-# What would take a larger share of the budget for its longer check waits until all else was tried.
+WANTS_CHECK = "needs a quality check"
+# What would take a larger share of the budget for its quality check waits until all else was tried.
 MOST_OF_BUDGET = 0.8
 # Where a proof takes more of the budget than this, changes are taken by their trials and proved together at the end.
 MOST_FOR_PROOF = 1 / 10
@@ -37,7 +37,7 @@ class Challenge:
         journal: Where the summary is written.
         allow_approximate: Candidates may change the mathematics by more than rounding.
         minimum_gain: The least speedup, less one, that is worth a change.
-        longer: How long longer checks are.
+        longer: How quality checks are made.
         tell: Is told before and after everything.
     """
 
@@ -69,7 +69,7 @@ class Challenge:
         if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
             return f"changes more than rounding: {refused}"
         if any(was_checked(item, candidate) for item in self.result.attempts):
-            return "a longer check did not speak for it"
+            return "a quality check did not speak for it"
         run_s = self.result.run_s(self.best)
         if run_s is not None and setup_s >= run_s:
             return f"takes about {setup_s:.0f} s to start, and the whole run takes {run_s:.0f} s"
@@ -240,11 +240,11 @@ class Challenge:
         return any(setting_of(self.start.config, key) != value for key, value in candidate.changes.items())
 
     def _no_check(self, after: TrialResult | None = None, *, last: bool = False) -> str | None:
-        """Why there cannot be a longer check now; without a trial and a proof of the candidate, beside these."""
+        """Why there cannot be a quality check now; without a trial and a proof of the candidate, beside these."""
         if not self.ledger.checks_longer:
             return "needs --allow approximate"
         if not self.context.workload.has_validation:
-            return "needs validation data for a longer check, or --allow approximate"
+            return "needs validation data for a quality check, or --allow approximate"
         needs_s = expected_s = self._longer.seconds(self.context, self.best, after)
         if after is None:
             share = 1.0 if last else MOST_OF_BUDGET
@@ -254,7 +254,7 @@ class Challenge:
         return None
 
     def _check(self, proof: Proof, candidate: Candidate, before: Context, after: Config, trial: TrialResult) -> Proof:
-        """The proof with its quality answered by a longer check, where there can be one."""
+        """The proof with its quality answered by a quality check, where there can be one."""
         if not self.needs_check(candidate):
             return with_quality(proof, True, "the config's own setting again")
         refused = self._no_check(trial)
@@ -263,7 +263,7 @@ class Challenge:
             return with_quality(proof, None, f"changes more than rounding: {refused} (its gain is proved: {gain})")
         expected_s = self._longer.seconds(before, self.best, trial)
         steps = self._longer.steps(before)
-        self.report(f"checking {candidate.label} for longer, about {expected_s:.0f} s")
+        self.report(f"checking the quality of {candidate.label}, about {expected_s:.0f} s")
         try:
             # One proof is kept back for the value that comes next, or for the whole.
             outcome = self.ledger.longer_check(
@@ -273,7 +273,7 @@ class Challenge:
             return with_quality(proof, None, f"changes more than rounding: {spent} (its gain is proved)")
         if outcome.quality is None:
             why = outcome.failure.reason if outcome.failure else "it gave no result"
-            return with_quality(proof, None, f"the longer check failed: {why}")
+            return with_quality(proof, None, f"the quality check failed: {why}")
         judged = judge_quality(outcome.quality, self._longer.margin)
         return with_quality(proof, judged.passed, judged.detail, outcome.quality)
 
@@ -329,7 +329,7 @@ class Challenge:
         return any(knob.name in item.candidate.knob.split("+") for item in self.result.accepted)
 
     def learned_otherwise(self, knob: Knob) -> bool:
-        """Whether a proof found that the knob, alone, changes what is learned; a longer check speaks of one value."""
+        """Whether a proof found that the knob, alone, changes what is learned; a quality check speaks of one value."""
         proofs = [item.proof for item in self.result.attempts if item.knob == knob.name and item.proof is not None]
         return any(check.passed is False for proof in proofs for check in proof.checks[1:] if check.name != QUALITY)
 

@@ -1,4 +1,4 @@
-"""Trials, proofs and longer checks of a search, made once: from the journal if they are there, else by the runner."""
+"""Trials, proofs and quality checks of a search, made once: from the journal if they are there, else by the runner."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BudgetSpentError(Exception):
 
 
 class Ledger:
-    """Makes trials, proofs and longer checks, keeps the account of them, and never makes one twice.
+    """Makes trials, proofs and quality checks, keeps the account of them, and never makes one twice.
 
     Args:
         run_trial: Runs a trial. Whatever it raises is a crash of that trial.
@@ -59,7 +59,7 @@ class Ledger:
         budget: What all of them may take.
         journal: Where they are kept.
         consent: Other mathematics are allowed.
-        check_longer: Runs a longer check, likewise; None: there are none.
+        check_longer: Runs a quality check, likewise; None: there are none.
         clock: Seconds.
     """
 
@@ -90,12 +90,12 @@ class Ledger:
 
     @property
     def made(self) -> int:
-        """Trials, proofs and longer checks so far, those of an earlier process included."""
+        """Trials, proofs and quality checks so far, those of an earlier process included."""
         return len(self._seen)
 
     @property
     def checks_longer(self) -> bool:
-        """Whether longer checks can be made."""
+        """Whether quality checks can be made."""
         return self._check_longer is not None
 
     def usual_s(self, kind: str) -> float:
@@ -201,7 +201,7 @@ class Ledger:
         *,
         reserve: int = 0,
     ) -> LongerResult:
-        """The longer check of a change; see `LongerRequest`.
+        """The quality check of a change; see `LongerRequest`.
 
         Raises:
             BudgetSpentError: There is no budget for what it should take.

@@ -83,7 +83,7 @@ class Accepted:
 
     @property
     def checked(self) -> dict[str, int] | None:
-        """Seeds and steps of the longer check that speaks for it; None: there was none."""
+        """Seeds and steps of the quality check that speaks for it; None: there was none."""
         quality = None if self.attempt.proof is None else self.attempt.proof.quality
         return None if quality is None else {"seeds": len(quality.baseline), "steps": quality.steps}
 
@@ -308,7 +308,7 @@ def only_gain_failed(attempt: Attempt) -> bool:
 
 
 def was_checked(attempt: Attempt, candidate: Candidate) -> bool:
-    """Whether a longer check of these changes, or of a part of them, did not end well."""
+    """Whether a quality check of these changes, or of a part of them, did not end well."""
     if attempt.proof is None or attempt.proof.quality is None or attempt.status == "accepted":
         return False
     return attempt.changes.items() <= candidate.changes.items()

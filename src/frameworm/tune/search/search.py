@@ -51,11 +51,11 @@ class Search:
         prove: Measures two in turns and judges them with `guard.proof.prove`; see `ProofRequest`.
         budget: What all trials and proofs may take.
         journal: Remembers them; made by `Journal(folder, search_name(context))`.
-        allow_approximate: What changes the mathematics by more than rounding needs no longer check.
+        allow_approximate: What changes the mathematics by more than rounding needs no quality check.
         minimum_gain: The least speedup, less one, that is worth a change.
         check_longer: Trains two for longer and tells how well they learned; None: what changes the mathematics by more
             than rounding needs consent.
-        longer: How long longer checks are.
+        longer: How quality checks are made.
         tell: Is told before and after everything.
         clock: Seconds.
     """
@@ -308,7 +308,7 @@ class Search:
         return accepted
 
     def _turn_costly(self) -> None:
-        """Values whose longer check would have left too little time for the rest."""
+        """Values whose quality check would have left too little time for the rest."""
         for knob in self._knobs.values():
             if knob.why_not(self._challenge.context) is not None:
                 continue

@@ -239,7 +239,7 @@ CheckLonger = Callable[[LongerRequest], LongerResult]
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may take; None: no limit. Trials, proofs and longer checks count alike."""
+    """What a search may take; None: no limit. Trials, proofs and quality checks count alike."""
 
     time_s: float | None = None
     trials: int | None = None
