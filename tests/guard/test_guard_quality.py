@@ -130,6 +130,15 @@ def test_seeds_that_cannot_decide_are_not_waited_for() -> None:
     assert near.open or near.passed
 
 
+def test_what_looks_worse_is_given_no_number_of_seeds() -> None:
+    before = [SeedEnd(2.0, 0.5 + 0.01 * seed) for seed in range(12)]
+    after = [SeedEnd(2.0, end.loss + 0.008 + 0.03 * (seed % 2)) for seed, end in enumerate(before)]
+    judged = judge_quality(Quality(before, after, 100, LOOKS))
+    assert judged.loss is not None
+    assert judged.loss.low > judged.loss.margin
+    assert (judged.passed, judged.seeds_needed) == (None, None)
+
+
 def test_a_config_that_learned_nothing_decides_nothing() -> None:
     draw = random.Random(0)
     side = [SeedEnd(draw.gauss(1.4, 0.02), draw.gauss(1.4, 0.02)) for _ in range(8)]

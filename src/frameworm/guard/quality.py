@@ -141,7 +141,7 @@ class Judgement(NamedTuple):
         open: More seeds may still decide.
         loss: Difference in validation loss; None: nothing to compare.
         accuracy: Fall of the accuracy as a fraction; None: there is none.
-        seeds_needed: About how many seeds would show it if there is no difference; None: not known.
+        seeds_needed: About how many seeds would show it if there is no difference; None: not known, or it looks worse.
     """
 
     passed: bool | None
@@ -186,10 +186,12 @@ def judge_quality(quality: Quality, margin: Margin = Margin()) -> Judgement:
         return Judgement(False, told, False, loss, accuracy)
     if all(item.passed for item in found):
         return Judgement(True, told, False, loss, accuracy)
-    seeds = max(_seeds_needed(item, len(pairs), looks) for item in found)
+    needed: int | None = max(_seeds_needed(item, len(pairs), looks) for item in found)
+    if needed is not None and (needed <= len(pairs) or any(item.low > item.margin for item in found)):
+        needed = None  # it looks worse, and more seeds would hardly show otherwise
     most = max(quality.looks, default=len(pairs))
     hopeful = max(_seeds_needed(item, len(pairs), looks, _HOPEFUL_SPREAD) for item in found) <= most
-    return Judgement(None, told, hopeful and len(pairs) < most, loss, accuracy, seeds)
+    return Judgement(None, told, hopeful and len(pairs) < most, loss, accuracy, needed)
 
 
 def samples_to_same_loss(quality: Quality) -> float | None:
