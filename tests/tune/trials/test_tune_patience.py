@@ -48,8 +48,7 @@ def test_a_proof_may_take_longer_than_it_should() -> None:
     config, patience = with_gpu(), Patience(300.0)
 
     def limit_s(expected_s: float, last: bool = False) -> float:
-        names = (config, config, config, config)
-        request = ProofRequest("x", *names, "nothing", 1e-7, False, "x", 100.0, last, expected_s)
+        request = ProofRequest("x", *[config] * 6, "nothing", (1e-7, 1e-7), False, "x", 100.0, last, expected_s)
         return patience.for_proof(request).seconds
 
     assert limit_s(20.0) == 50.0

@@ -30,7 +30,7 @@ def _batching_applies(context: Context) -> bool | str:
 
 
 def _batching_mathematics(value: Any) -> Mathematics:
-    # Bucketed steps hold texts of like length: no other batching makes the same steps that it could be held against.
+    # Bucketed steps take other samples than those of any other batching, so there is none to compare them with.
     return "rounding" if value == "packed" else "more"
 
 
@@ -119,7 +119,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "batching",
         ("data.batching",),
-        "Compute less padding: texts end to end, or with others of like length.",
+        "Compute less padding: texts end to end, or passes of like length.",
         _batchings,
         _batching_applies,
         _batching_mathematics,
