@@ -59,13 +59,14 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
 
-campaign: $(STAMP)  ## long checks, about three hours: verdicts, kills, faults, powersgd, guard, fuzzing, equivalence, a soak
+campaign: $(STAMP)  ## long checks, about four hours: verdicts, kills, faults, proofs, powersgd, guard, fuzzing, equivalence, a soak
 	@$(BIN)/python benchmarks/diagnosis.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crash_campaign.py --kills 1000
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/compression/test_compression_hook.py -k again_and_again
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/guard/test_guard_real_runs.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/engine/test_engine_fuzz.py
 	@$(BIN)/python benchmarks/elastic_campaign.py --kills 20
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof.py --device cpu --jobs 2
 	@$(BIN)/python benchmarks/fault_campaign.py --runs 1000
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 3600 tests/equivalence/test_equivalence_drawn.py
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py --check --cells $(CELLS) --seed $(SEED)
