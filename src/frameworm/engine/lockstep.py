@@ -109,6 +109,8 @@ class _Lockstep(Gate):
         self._folder = Path(plan.folder)
         self._number = 0
         self._dropout: DropoutOff | None = None
+        self._draws_itself: bool | None = None
+        self._same_draws = contextlib.ExitStack()
 
     def begin(self, session: Session) -> None:
         """Get hold of the run's insides, before its first step."""
@@ -132,8 +134,21 @@ class _Lockstep(Gate):
         self._number = step
         return "end" if step > self.plan.steps[-1] else "go"
 
+    def admit(self, batch: StepBatch) -> None:
+        """Before the first step, find out whether the model draws random numbers though dropout is off.
+
+        Compiled kernels are then told to draw as the others do. Otherwise nothing is set, so that what was compiled
+        for other runs is found in the compiler's cache.
+        """
+        if self._draws_itself is None and not self.plan.draws:
+            with self._kept() as now:
+                self._draws_itself = self._is_random(batch, now)
+            if self._draws_itself and self._session.compiler.enabled:
+                self._same_draws.enter_context(torch._inductor.config.patch(fallback_random=True))
+
     def end(self) -> None:
         """Leave the process as it was."""
+        self._same_draws.close()
         if self._dropout is not None:
             self._dropout.stop()
 
@@ -148,6 +163,22 @@ class _Lockstep(Gate):
         self._tensors.restore(saved)
         if seed is not None:
             seed_everything(_SEED + seed, self._eager.strategy.rank)
+
+    def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
+        with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
+            result, factor = self._eager.gradients(batch)
+            self._eager.meet_beside()
+            self._probe(factor, precision.loss_scale(), self._eager.update)
+            self._eager.update.clear()
+        return outputs_of(result.loss, self._probe.gradients, self._tensors, state)
+
+    def _is_random(self, batch: StepBatch, state: Named) -> bool:
+        """Whether an eager step depends on the seed."""
+        seen = []
+        for seed in (0, 1, 0):
+            self._load(state, seed)
+            seen.append(self._eagerly(batch, self._session.precision, state))
+        return _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
 
     def _decisions(self) -> dict[str, Any]:
         """What must be equal on both sides after a step."""
@@ -218,11 +249,11 @@ class LeadingGate(_Lockstep):
         super().__init__(plan)
         self._early: dict[int, Named] = {}
         self._precise: PreciseStep | None = None
-        self._draws_itself = False
         self.random: bool | None = None
 
     def admit(self, batch: StepBatch) -> None:
         """Compare before the step is made, if it is one of those."""
+        super().admit(batch)
         done = self._number - 1
         if done in self.plan.early:
             self._early[done] = whole(self._tensors.copy())
@@ -241,7 +272,6 @@ class LeadingGate(_Lockstep):
         at = self.plan.early[place] if place < len(self.plan.early) else self._number - 1
         state = self._early.pop(at, None) or now
         if self.random is None:
-            self._draws_itself = self._is_random(batch, state)
             with self._dropout.lifted() if self._dropout is not None else contextlib.nullcontext():
                 self.random = self._is_random(batch, state)
         own = self._own(batch, state, place)
@@ -308,14 +338,6 @@ class LeadingGate(_Lockstep):
             precision.scaler.update(precision.scaler.get_scale() / 8)  # as training would, after a few skipped steps
         return outputs
 
-    def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
-        with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
-            result, factor = self._eager.gradients(batch)
-            self._eager.meet_beside()
-            self._probe(factor, precision.loss_scale(), self._eager.update)
-            self._eager.update.clear()
-        return outputs_of(result.loss, self._probe.gradients, self._tensors, state)
-
     def _reference(self, batch: StepBatch, state: Named, seed: int) -> tuple[Sketches, str]:
         """The step in fp64 where the model can, else in strict fp32."""
         if self._precise is None:
@@ -328,14 +350,6 @@ class LeadingGate(_Lockstep):
         self._load(state, seed)
         with allow_tf32(False), sdpa_kernel(SDPBackend.MATH):
             return self._eagerly(batch, Precision("off", self._device), state), "fp32"
-
-    def _is_random(self, batch: StepBatch, state: Named) -> bool:
-        """Whether an eager step depends on the seed."""
-        seen = []
-        for seed in (0, 1, 0):
-            self._load(state, seed)
-            seen.append(self._eagerly(batch, self._session.precision, state))
-        return _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
 
 
 class FollowingGate(_Lockstep):
@@ -352,6 +366,7 @@ class FollowingGate(_Lockstep):
 
     def admit(self, batch: StepBatch) -> None:
         """Compare before the step is made, if it is one of those."""
+        super().admit(batch)
         if self._number not in self.plan.steps:
             return
         place = self.plan.steps.index(self._number)

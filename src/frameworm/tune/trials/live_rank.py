@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -281,9 +281,7 @@ def _compare(job: TrialJob, lockstep: Lockstep) -> dict[str, Any]:
     workload = replace(build_workload(config), val_data=None)
     gate: LeadingGate | FollowingGate = LeadingGate(plan) if lockstep.leads else FollowingGate(plan)
     noting, losses = LearnGate(plan.steps[-1], gate), _Losses()
-    # Where a model draws numbers of its own, compiled kernels draw the same as the others.
-    with torch._inductor.config.patch(fallback_random=not plan.draws) if config.gpu.compile_model else nullcontext():
-        train_workload(config, workload, gate=noting, callbacks=[losses])
+    train_workload(config, workload, gate=noting, callbacks=[losses])
     told = _noted(noting, losses)
     if isinstance(gate, LeadingGate):
         return {**told, "random": gate.random}
