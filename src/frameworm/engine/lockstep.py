@@ -25,7 +25,7 @@ from frameworm.engine.model.precision import Precision, allow_tf32
 from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.step.capture import CapturedStep
-from frameworm.engine.step.precise import PreciseStep
+from frameworm.engine.step.precise import PreciseStep, copied
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.engine.step.step import TrainStep
 from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputErrors, StateErrors
@@ -156,7 +156,7 @@ class _Lockstep(Gate):
         """The step as this run computes it, from a saved state."""
         self._load(saved, seed)
         with self._eager.marking(_no_mark):
-            result = self._step.run(self._number - 1, batch)
+            result = self._step.run(self._number - 1, copied(batch))
         return outputs_of(result.loss, self._probe.gradients, self._tensors, saved)
 
     def _load(self, saved: Named, seed: int | None) -> None:
@@ -166,7 +166,7 @@ class _Lockstep(Gate):
 
     def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
         with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
-            result, factor = self._eager.gradients(batch)
+            result, factor = self._eager.gradients(copied(batch))
             self._eager.meet_beside()
             self._probe(factor, precision.loss_scale(), self._eager.update)
             self._eager.update.clear()

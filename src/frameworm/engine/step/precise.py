@@ -58,9 +58,8 @@ class PreciseStep:
         try:
             self._tensors.restore(state)
             before = self._tensors.copy()
-            micro = [map_tensors(item, _in_fp64) for item in batch.batches]
             with step.in_precision(Precision("off", step.strategy.device)), step.marking(_no_mark):
-                result, factor = step.gradients(replace(batch, batches=micro))
+                result, factor = step.gradients(copied(batch, in_fp64=True))
             scale = 1.0 if factor is None else float(factor)
             named = model.named_parameters()
             gradients = {name: dense(item.grad) * scale for name, item in named if item.grad is not None}
@@ -72,8 +71,13 @@ class PreciseStep:
             model.zero_grad(set_to_none=True)
 
 
-def _in_fp64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def copied(batch: StepBatch, *, in_fp64: bool = False) -> StepBatch:
+    """A batch that a step may change in place."""
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.float64 if in_fp64 and tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    return replace(batch, batches=[map_tensors(item, copy_of) for item in batch.batches])
 
 
 def _no_mark(name: str) -> None:
