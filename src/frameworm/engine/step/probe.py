@@ -41,18 +41,21 @@ class GradientProbe:
             parts = [item.grad for item in (parameter, half) if item is not None and item.grad is not None]
             if not parts:
                 continue
-            if any(part.layout != torch.strided for part in parts):
-                self.gradients[name] = _multiplied(sum(part.to_dense() for part in parts), factor, scale)  # type: ignore[arg-type]
-                continue
-            kept = self._kept.get(name)
-            if kept is None:
-                kept = self._kept[name] = torch.empty_like(parameter, requires_grad=False)
-            kept.copy_(parts[0])
-            for part in parts[1:]:
-                kept.add_(part)
-            self.gradients[name] = _multiplied(kept, factor, scale)
+            if parts[0].is_sparse:  # no graph records these
+                self.gradients[name] = _multiplied(parts[0].clone(), factor, scale)
+            else:
+                self.gradients[name] = _multiplied(self._sum(name, parameter, parts), factor, scale)
             for part in parts:
-                part.mul_(self._passed_on[parameter.device])
+                (part._values() if part.is_sparse else part).mul_(self._passed_on[parameter.device])
+
+    def _sum(self, name: str, parameter: nn.Parameter, parts: list[torch.Tensor]) -> torch.Tensor:
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = torch.empty_like(parameter, requires_grad=False)
+        kept.copy_(parts[0])
+        for part in parts[1:]:
+            kept.add_(part)
+        return kept
 
 
 def _multiplied(gradient: torch.Tensor, factor: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor:
