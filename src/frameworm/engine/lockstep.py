@@ -208,6 +208,8 @@ class _Lockstep(Gate):
             yield saved
         finally:
             self._tensors.restore(saved)
+            if self._step is self._eager:  # a graph knows where its state is
+                self._tensors.forget_new(saved)
             for group, values in zip(self._optimizer.param_groups, groups):
                 for key, value in values.items():
                     if isinstance(value, torch.Tensor):

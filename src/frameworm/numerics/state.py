@@ -65,6 +65,16 @@ class StepTensors:
                 value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
             tensor.copy_(value)
 
+    def forget_new(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take the optimizer's state away from parameters that had none when it was saved."""
+        if self._optimizer is None:
+            return
+        for name, item in self.parameters.items():
+            state = self._optimizer.state.get(item, {})
+            tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+            if tensors and not any(f"optimizer {name} {key}" in saved for key in tensors):
+                del self._optimizer.state[item]
+
 
 def whole(saved: Mapping[str, torch.Tensor]) -> Named:
     """Saved tensors without shards, on the CPU; all ranks must call it."""
