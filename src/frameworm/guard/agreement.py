@@ -40,8 +40,9 @@ BIAS_ALLOWED = 0.005
 _BIAS_KNOWN = 0.3 * BIAS_ALLOWED
 # An output that is less well known is flagged by itself only where chance is ruled out for hundreds of outputs.
 _FOR_MANY = 2.6
-# Where noise hides a bias of this size, nothing is shown.
+# Where noise hides a bias of this size, or so much of the gradient's length, nothing is shown.
 _BIAS_HIDDEN = 0.05
+_LENGTH_HIDDEN = 0.1
 _POOLED = "outputs below their rounding noise"
 
 
@@ -234,15 +235,15 @@ def judge_agreement(measured: Agreement) -> AgreementVerdict:
         return AgreementVerdict(None, "every gradient is smaller than its rounding noise", outputs)
     if hidden:
         return AgreementVerdict(None, f"noise hides what happens to {hidden[0].name}", outputs)
+    share = _share_below_noise(measured)
+    if share > _LENGTH_HIDDEN:
+        return AgreementVerdict(None, f"noise hides what happens to {share:.0%} of the gradient", outputs)
     return AgreementVerdict(True, _agreed(measured, judged), outputs)
 
 
 def agreement_per_output(measured: Agreement) -> list[OutputAgreement]:
     """Every output over all states, those below their noise together, the least alike first."""
-    rows: dict[str, list[OutputErrors]] = {}
-    for state in measured.states:
-        for row in state.outputs:
-            rows.setdefault(row.name, []).append(row)
+    rows = _by_name(measured)
     alone = {name: items for name, items in rows.items() if not _is_noise(items)}
     below = {name: items for name, items in rows.items() if name not in alone}
     judged = [_over_states(name, items, measured.unit) for name, items in alone.items()]
@@ -259,6 +260,22 @@ def agreement_per_output(measured: Agreement) -> list[OutputAgreement]:
         name = "1 output below its rounding noise" if len(below) == 1 else f"{len(below)} {_POOLED}"
         found.append(pooled._replace(name=name, bias=0.0, bias_error=0.0))
     return sorted(found, key=lambda item: -max(item.times / item.allowed, abs(item.bias) / BIAS_ALLOWED))
+
+
+def _share_below_noise(measured: Agreement) -> float:
+    """Length of the gradients below their noise, relative to that of all."""
+    rows = {name: items for name, items in _by_name(measured).items() if name.startswith("gradient ")}
+    lengths = {name: _rms(row.size for row in items) for name, items in rows.items()}
+    whole = math.hypot(*lengths.values())
+    return math.hypot(*(lengths[name] for name in rows if _is_noise(rows[name]))) / whole if whole else 0.0
+
+
+def _by_name(measured: Agreement) -> dict[str, list[OutputErrors]]:
+    rows: dict[str, list[OutputErrors]] = {}
+    for state in measured.states:
+        for row in state.outputs:
+            rows.setdefault(row.name, []).append(row)
+    return rows
 
 
 def _is_noise(rows: Sequence[OutputErrors]) -> bool:
