@@ -161,6 +161,13 @@ def test_outputs_below_their_noise_do_not_hide_a_change() -> None:
     assert judged(*[[output(error=0.2), below(1.0)]] * 8).passed is False
 
 
+@pytest.mark.parametrize(("size", "passed"), [(1e-3, True), (0.05, True), (0.5, None), (10.0, None)])
+def test_noise_that_hides_much_of_the_gradient_shows_nothing(size: float, passed: bool | None) -> None:
+    verdict = judged(*[[output(), output("loss"), below(0.5, size=size)]] * 8)
+    assert verdict.passed is passed, verdict.detail
+    assert passed or "of the gradient" in verdict.detail
+
+
 def test_where_all_is_noise_nothing_is_shown() -> None:
     verdict = judged(*[[below(1.0), below(1.0, "loss")]] * 8)
     assert verdict.passed is None

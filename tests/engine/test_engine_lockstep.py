@@ -1,0 +1,362 @@
+"""Two runs in lock step: what only rounds agrees, what is wrong does not, and neither run notices the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from frameworm.config.load import load_config_from_mapping
+from frameworm.config.schema import Config
+from frameworm.engine.gate import Gate
+from frameworm.engine.job import Ingredients, build_job
+from frameworm.engine.lockstep import FollowingGate, LeadingGate, Plan
+from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
+from frameworm.engine.session import run_job
+from frameworm.guard.agreement import ROUNDING_UNITS, AgreementVerdict, judge_agreement
+from frameworm.hardware.resolve import resolve_here
+
+SAMPLES, BATCH = 160, 16
+PLAN = Plan("", (4, 5, 6, 8, 10), early=(1, 2), updates=(2, 4))
+UNIT = {"off": ROUNDING_UNITS["fp32"], "bf16": ROUNDING_UNITS["bf16"]}
+
+
+@dataclass
+class Case:
+    """A model with its data, loss, optimizer and scheduler."""
+
+    model: nn.Module
+    data: TensorDataset
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda items: torch.optim.AdamW(items, 1e-3)
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(limit: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(limit, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Noisy(nn.Module):
+    """An autoencoder that hides a part of its input by random numbers of its own, as masked models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shown = (torch.rand_like(inputs) > 0.3) * inputs + 0.1 * torch.randn(inputs.shape)
+        found: Tensor = self.outer(F.silu(self.inner(shown)))
+        return found
+
+
+class Experts(nn.Module):
+    """Rows go to one of three layers by what they hold; the last is asked late and seldom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 12)
+        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids).mean(1)
+        chosen = torch.where(ids[:, 0] == 63, 2, ids[:, 0] % 2)
+        for index, expert in enumerate(self.experts):
+            here = chosen == index
+            if here.any():
+                hidden = torch.where(here[:, None], torch.tanh(expert(hidden)), hidden)
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Bags(nn.Module):
+    """Sums of rows of a large table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(500, 8, mode="sum", sparse=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.table(ids))
+        return scores
+
+
+class Spectral(nn.Module):
+    """A norm that is followed by power iteration, and an input that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(10, 16))
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs.mul_(0.5)
+        scores: Tensor = self.second(F.gelu(self.norm(self.first(inputs))))
+        return scores
+
+
+class Tied(nn.Module):
+    """A recurrent language model that reads and writes with one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.layers = nn.GRU(16, 16, 2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(F.dropout(self.layers(self.table(ids))[0], 0.1, self.training))
+        return scores
+
+
+def per_token(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over tokens that are no padding, and how many those are."""
+    real = targets != -100
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten()), real.sum()
+
+
+class Temperature(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scores * self.scale, labels)
+
+
+def tokens() -> TensorDataset:
+    ids = numbers(40, SAMPLES, 9)
+    targets = ids.roll(-1, 1)
+    targets[torch.arange(9) >= numbers(9, SAMPLES, 1, seed=2) + 1] = -100
+    return TensorDataset(ids, targets)
+
+
+def few_of_the_last() -> TensorDataset:
+    ids = numbers(63, SAMPLES, 5)
+    ids[[70, 75, 100, 150], 0] = 63  # of steps 5, 7 and 10
+    return TensorDataset(ids, ids[:, 1] % 4)
+
+
+def with_groups(items: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": items[:2], "lr": 2e-3, "weight_decay": 0.1}, {"params": items[2:]}]
+    return torch.optim.Adam(groups, lr=1e-3, foreach=True)
+
+
+def sgd(items: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(items, 0.1)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+    return OneCycleLR(optimizer, [0.02, 0.01], 20)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 3))
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(drawn(SAMPLES, 10), numbers(3, SAMPLES))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "random numbers of its own": lambda: Case(Noisy(), TensorDataset(*[drawn(SAMPLES, 12)] * 2), F.mse_loss),
+    "experts": lambda: Case(Experts(), few_of_the_last(), training={"clip_norm": 0.5}),
+    "sparse": lambda: Case(
+        Bags(), TensorDataset(numbers(500, SAMPLES, 6), numbers(3, SAMPLES)), None, sgd, training={"clip_norm": None}
+    ),
+    "spectral norm": lambda: Case(Spectral(), rows()),
+    "tied weights": lambda: Case(Tied(), tokens(), per_token, training={"clip_norm": 1.0}),
+    "a scheduler of torch": lambda: Case(perceptron(), rows(), None, with_groups, one_cycle),
+    "a loss that learns": lambda: Case(perceptron(), rows(), Temperature()),
+}
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "nothing": {},
+    "micro-batches": {"training": {"accumulation": 4}},
+    "bf16": {"gpu": {"mixed_precision": "bf16"}},
+}
+
+
+def build(name: str) -> Case:
+    torch.manual_seed(7)
+    return CASES[name]()
+
+
+def config_of(case: Case, changes: Mapping[str, Mapping[str, Any]], world_size: int = 1) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "training": {"global_batch": BATCH, "epochs": 3, "max_steps": 20, **case.training},
+        "gpu": {"device": "cpu", "mixed_precision": "off"},
+        "observe": {"progress": False, "sinks": []},
+        "data": {"num_workers": 0},
+        "checkpoint": {"every_steps": None},
+    }
+    for section, settings in changes.items():
+        values[section].update(settings)
+    return resolve_here(load_config_from_mapping({"workload": "a.b:c", **values}, environ={}), world_size)
+
+
+def train(case: Case, config: Config, gate: Gate | None) -> dict[str, Tensor]:
+    """A whole run; the weights at its end."""
+    learned = list(case.model.parameters())
+    if isinstance(case.loss_fn, nn.Module):
+        learned += case.loss_fn.parameters()
+    optimizer = case.optimizer(learned)
+
+    def schedule(total: int | None) -> AnySchedule:
+        return NoSchedule() if case.scheduler is None else TorchSchedule(case.scheduler(optimizer))
+
+    loader = DataLoader(case.data, config.training.micro_batch)
+    given = Ingredients(case.model, optimizer, case.loss_fn, schedule, loader, gate=gate, seed=5)
+    run_job(build_job(config, given))
+    return {name: value.detach().clone() for name, value in case.model.state_dict().items()}
+
+
+Fault = Callable[[Case], object]
+
+
+def compare(
+    name: str,
+    folder: Path,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    fault: Fault = lambda case: None,
+    gate: type[FollowingGate] = FollowingGate,
+    draws: bool = True,
+    world_size: int = 1,
+) -> AgreementVerdict:
+    """Both sides of a change in lock step, one after the other, as a proof compares them."""
+    before, after = config_of(build(name), {}, world_size), config_of(build(name), changes or {}, world_size)
+    plan = replace(PLAN, folder=str(folder), precision=after.gpu.mixed_precision)
+    leading = LeadingGate(plan)
+    train(build(name), before, leading)
+    following = _follow(name, after, plan, fault, gate)
+    agreement = following.agreement()
+    if leading.random and draws and after.gpu.mixed_precision == "off":
+        apart = replace(plan, folder=str(folder / "draws"), steps=plan.steps[:1], early=(), updates=(), draws=16)
+        (folder / "draws").mkdir(exist_ok=True)
+        train(build(name), before, LeadingGate(apart))
+        agreement = replace(agreement, draws=_follow(name, after, apart, fault, gate).agreement().draws)
+    return judge_agreement(agreement)
+
+
+def _follow(name: str, config: Config, plan: Plan, fault: Fault, gate: type[FollowingGate]) -> FollowingGate:
+    case = build(name)
+    fault(case)
+    following = gate(replace(plan, unit=UNIT[config.gpu.mixed_precision], wait_s=30.0))
+    train(case, config, following)
+    return following
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CASES)
+def test_what_only_rounds_agrees(name: str, change: str, tmp_path: Path) -> None:
+    if change == "micro-batches" and name in ("spectral norm", "random numbers of its own"):
+        pytest.skip("means over fewer samples and other random numbers are another model")
+    if change == "bf16" and name == "tied weights":
+        pytest.skip("not every CPU has recurrent layers in bf16")
+    verdict = compare(name, tmp_path, CHANGES[change])
+    assert verdict.passed is True, verdict.detail
+
+
+def scaled(factor: float) -> Fault:
+    """A wrong factor of the gradient of the last layer's weights."""
+
+    def plant(case: Case) -> None:
+        last = [item for item in case.model.parameters() if item.ndim > 1][-1]
+        last.register_hook(lambda gradient: gradient * factor)
+
+    return plant
+
+
+def frozen(case: Case) -> None:
+    next(case.model.parameters()).requires_grad_(False)
+
+
+def other_samples(case: Case) -> None:
+    case.data = TensorDataset(*(tensor.roll(1, 0) for tensor in case.data.tensors))
+
+
+def other_rates(case: Case) -> None:
+    usual = case.optimizer
+
+    def build_optimizer(items: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = usual(items)
+        optimizer.param_groups[-1]["lr"] *= 1.01
+        return optimizer
+
+    case.optimizer = build_optimizer
+
+
+def lost_update(case: Case) -> None:
+    """The optimizer leaves out one parameter, though its groups say otherwise."""
+    usual = case.optimizer
+
+    def build_optimizer(items: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = usual(items)
+        step = optimizer.step
+
+        def without_the_first(self: torch.optim.Optimizer, *given: Any, **named: Any) -> None:
+            kept = items[0].detach().clone()
+            step(*given, **named)
+            with torch.no_grad():
+                items[0].copy_(kept)
+
+        optimizer.step = MethodType(without_the_first, optimizer)  # type: ignore[method-assign]
+        return optimizer
+
+    case.optimizer = build_optimizer
+
+
+FAULTS: dict[str, Fault] = {
+    "1.02 times a gradient": scaled(1.02),
+    "no gradient": scaled(0.0),
+    "frozen": frozen,
+    "other samples": other_samples,
+    "other rates": other_rates,
+    "lost update": lost_update,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_found(name: str, fault: str, tmp_path: Path) -> None:
+    if name == "a scheduler of torch" and fault == "other rates":
+        pytest.skip("the scheduler sets them")
+    verdict = compare(name, tmp_path, fault=FAULTS[fault], draws=False)
+    assert verdict.passed is False, verdict.detail
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_neither_run_notices_that_it_is_compared(name: str, tmp_path: Path) -> None:
+    case = build(name)
+    config = config_of(case, {})
+    alone = train(case, config, Ending())
+    plan = replace(PLAN, folder=str(tmp_path))
+    leading = train(build(name), config, LeadingGate(plan))
+    following = train(build(name), config, FollowingGate(plan))
+    for weights in (leading, following):
+        assert all(torch.equal(weights[key], value) for key, value in alone.items())
+
+
+class Ending(Gate):
+    """Ends a run where a comparison would."""
+
+    def enter(self, step: int) -> Any:
+        return "end" if step > PLAN.steps[-1] else "go"
