@@ -15,6 +15,7 @@ from harness import bootstrap_median, tell_progress
 
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
+from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, StepEvidence, prove
 from frameworm.tune.knobs.base import Knob
@@ -94,7 +95,9 @@ class Landscape:
             windows.append(Window("after", self.window(request.candidate)))
         draw = random.Random(0)
         learned = Learning([StepEvidence(2 / (1 + step / 8) + draw.gauss(0, 0.05)) for step in range(32)])
-        return ProofResult(prove(windows, Evidence(learned, learned), mathematics=request.mathematics))
+        same = OutputErrors("loss", 1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        agreement = Agreement([StateErrors(step, [same]) for step in range(8)])
+        return ProofResult(prove(windows, Evidence(learned, learned, agreement), mathematics=request.mathematics))
 
 
 def simulated(landscapes: int) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def test_a_small_tensor_is_its_own_sketch(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", LARGE)
-@pytest.mark.parametrize("make", [values, torch.ones, lambda count: torch.arange(count).float()], ids=("random", "ones", "rising"))
+@pytest.mark.parametrize(
+    "make", [values, torch.ones, lambda count: torch.arange(count).float()], ids=("random", "ones", "rising")
+)
 def test_lengths_are_kept_within_a_few_percent(count: int, make: Callable[[int], torch.Tensor]) -> None:
     tensor = make(count)
     found = sketch(tensor)

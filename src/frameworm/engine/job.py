@@ -216,8 +216,8 @@ def _alone_notes(config: Config, process: ProcessInfo) -> list[str]:
     settings = config.parallel
     if settings.strategy.startswith("zero") and not settings.offload_optimizer:
         notes.append(f"strategy {settings.strategy} divides nothing on one process; it saves memory from two on")
-    if settings.backend != "auto" and not dist.is_initialized():
-        notes.append(f"backend {settings.backend} is not used: one process has no other to talk to")
+    if settings.backend == "nccl" and config.gpu.device == "cpu" and not dist.is_initialized():
+        notes.append("backend nccl is not used: one process has no other to talk to (on CPUs it would be gloo)")
     return notes
 
 
