@@ -48,7 +48,7 @@ class Plan:
     """What two runs compare.
 
     Attributes:
-        folder: Where the leading run leaves its states.
+        folder: Where the leading run leaves the states of rank 0, and what each rank computed from them.
         steps: Numbers of the steps at which states are compared, from 1.
         early: For the first of these, after how many steps the state is taken that they start from.
         updates: At which of the compared states, by place, the optimizer's update is compared.
@@ -117,7 +117,7 @@ class _Lockstep(Gate):
         self._step = session.step
         self._eager: TrainStep = session.step.eager if isinstance(session.step, CapturedStep) else session.step
         self._session = session
-        self._device = self._eager.strategy.device
+        self._device, self._rank = self._eager.strategy.device, self._eager.strategy.rank
         model, update = self._eager.model, self._eager.update
         self._tensors = self._eager.tensors()
         self._parameters = {name: item for name, item in self._tensors.parameters.items() if item.requires_grad}
@@ -157,12 +157,12 @@ class _Lockstep(Gate):
         self._load(saved, seed)
         with self._eager.marking(_no_mark):
             result = self._step.run(self._number - 1, copied(batch))
-        return outputs_of(result.loss, self._probe.gradients, self._tensors, saved)
+        return self._outputs(result.loss, saved)
 
     def _load(self, saved: Named, seed: int | None) -> None:
         self._tensors.restore(saved)
         if seed is not None:
-            seed_everything(_SEED + seed, self._eager.strategy.rank)
+            seed_everything(_SEED + seed, self._rank)
 
     def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
         with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
@@ -170,15 +170,26 @@ class _Lockstep(Gate):
             self._eager.meet_beside()
             self._probe(factor, precision.loss_scale(), self._eager.update)
             self._eager.update.clear()
-        return outputs_of(result.loss, self._probe.gradients, self._tensors, state)
+        return self._outputs(result.loss, state)
+
+    def _outputs(self, loss: torch.Tensor, before: Named) -> Sketches:
+        found = outputs_of(loss, self._probe.gradients, self._tensors, before)
+        if self._rank == 0:
+            return found
+        # The buffers of rank 0 are the model's: strategies send them to the other ranks at different times.
+        return {name: value for name, value in found.items() if not name.startswith("change of ")}
 
     def _is_random(self, batch: StepBatch, state: Named) -> bool:
-        """Whether an eager step depends on the seed."""
+        """Whether an eager step depends on the seed; all ranks agree."""
         seen = []
         for seed in (0, 1, 0):
             self._load(state, seed)
             seen.append(self._eagerly(batch, self._session.precision, state))
-        return _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
+        depends = _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
+        ranks = torch.tensor(float(depends), device=self._device)
+        if self._eager.strategy.world_size > 1:
+            self._eager.strategy.sum_over_ranks(ranks)
+        return bool(ranks > 0)
 
     def _decisions(self) -> dict[str, Any]:
         """What must be equal on both sides after a step."""
@@ -225,7 +236,7 @@ class _Lockstep(Gate):
 
     def _draw(self, batch: StepBatch, saved: Named) -> dict[str, Any]:
         """Many steps from one state, each with random numbers of its own."""
-        seed_everything(_SEED, self._eager.strategy.rank)
+        seed_everything(_SEED, self._rank)
         losses, drawn = [], []
         for _ in range(self.plan.draws):
             outputs = self._own(batch, saved, None)
@@ -267,8 +278,10 @@ class LeadingGate(_Lockstep):
                 content = {"tensors": whole(now), **self._draw(batch, now)}
             else:
                 content = self._measure(batch, place, now)
-        if self._eager.strategy.rank == 0:
-            write(self._folder / f"state-{place}.pt", content)
+        tensors = content.pop("tensors")
+        write(self._folder / f"rank-{self._rank}-{place}.pt", content)
+        if self._rank == 0:
+            write(self._folder / f"state-{place}.pt", tensors)
 
     def _measure(self, batch: StepBatch, place: int, now: Named) -> dict[str, Any]:
         at = self.plan.early[place] if place < len(self.plan.early) else self._number - 1
@@ -345,7 +358,7 @@ class LeadingGate(_Lockstep):
         if self._precise is None:
             self._precise = PreciseStep.of(self._eager, self._session.loss_fn)
         if self._precise.works:
-            seed_everything(_SEED + seed, self._eager.strategy.rank)
+            seed_everything(_SEED + seed, self._rank)
             outputs = self._precise.outputs(batch, state)
             if outputs is not None:
                 return outputs, "fp64"
@@ -372,8 +385,8 @@ class FollowingGate(_Lockstep):
         if self._number not in self.plan.steps:
             return
         place = self.plan.steps.index(self._number)
-        told = self._wait_for(self._folder / f"state-{place}.pt")
-        state: Named = told["tensors"]
+        told = self._wait_for(self._folder / f"rank-{self._rank}-{place}.pt")
+        state: Named = self._wait_for(self._folder / f"state-{place}.pt")
         with self._kept():
             if self.plan.draws:
                 mine = self._draw(batch, state)

@@ -51,7 +51,7 @@ class PlainUpdate:
 
     @torch.no_grad()
     def errors(self, before: Named, gradients: Named, after: Named) -> dict[str, float]:
-        """For each parameter, its largest error in multiples of what rounding explains.
+        """For each parameter with a state, its largest error in multiples of what rounding explains.
 
         Args:
             before: Parameters and optimizer state before the step, named as `StepTensors` does.
@@ -72,6 +72,7 @@ class PlainUpdate:
         """The parameters after a plain step, whose settings are multiplied by a number close to one."""
         plain = copy.deepcopy(self._given)
         held: dict[str, nn.Parameter] = {}
+        known: set[str] = set()
         for given, group in zip(self._given.param_groups, plain.param_groups):
             for original, parameter in zip(given["params"], group["params"]):
                 name = self._names.get(original)
@@ -82,6 +83,7 @@ class PlainUpdate:
                 for key, value in plain.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         value.copy_(before[f"optimizer {name} {key}"])
+                        known.add(name)
                 gradient = gradients.get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype).clone()
             group.update({switch: False for switch in _SWITCHES if switch in group})
@@ -89,7 +91,8 @@ class PlainUpdate:
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(list(held.values()), self._clip_norm)
         type(plain).step(plain)  # schedulers replace the method of the instance by one of the original
-        return {name: item.detach() for name, item in held.items()}
+        # Where the state is divided among ranks, each knows what its own parameters become.
+        return {name: item.detach() for name, item in held.items() if name in known or not known}
 
 
 def _scaled(setting: object, factor: float) -> object:

@@ -126,7 +126,9 @@ class TrainStep:
             found.update({} if halves is None else {f"half {place}": half for place, half in enumerate(halves.tensors)})
             return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-        return StepTensors(parameters.items(), buffers.items(), update.optimizer, others)
+        # With several ranks that is this rank's part of the state.
+        optimizer = strategy.given(update.optimizer)
+        return StepTensors(parameters.items(), buffers.items(), optimizer, others)
 
     def meet_beside(self) -> None:
         """Average the gradients of what the loss learns, which the strategy does not see."""
