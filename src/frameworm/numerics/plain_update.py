@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from frameworm.numerics.state import Named
+from frameworm.numerics.state import Named, set_numbers
 
 # Implementations of one algorithm; the plain one runs with all of them off.
 _SWITCHES = ("fused", "foreach", "capturable", "differentiable")
@@ -80,7 +80,9 @@ class PlainUpdate:
                     continue
                 held[name] = parameter
                 parameter.copy_(before[f"parameter {name}"])
-                for key, value in plain.state.get(parameter, {}).items():
+                state = plain.state.get(parameter, {})
+                set_numbers(state, name, before)
+                for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         value.copy_(before[f"optimizer {name} {key}"])
                         known.add(name)

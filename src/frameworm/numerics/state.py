@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,27 @@ class StepTensors:
         found: Named = {f"parameter {name}": item.data for name, item in self.parameters.items()}
         found.update((f"buffer {name}", item) for name, item in self.buffers.items())
         found.update((f"other {name}", item) for name, item in self._others().items())
+        for name, state in self._optimizer_states():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer {name} {key}"] = value
+        return found
+
+    def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._optimizer is not None:
             for name, item in self.parameters.items():
-                for key, value in self._optimizer.state.get(item, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        found[f"optimizer {name} {key}"] = value
-        return found
+                if self._optimizer.state.get(item):
+                    yield name, self._optimizer.state[item]
 
     @torch.no_grad()
     def copy(self) -> Named:
-        """What the tensors hold now."""
-        return {name: tensor.detach().clone() for name, tensor in self.live().items()}
+        """What the tensors hold now, and plain numbers that the optimizer counts with."""
+        found = {name: tensor.detach().clone() for name, tensor in self.live().items()}
+        for name, state in self._optimizer_states():
+            for key, value in state.items():
+                if isinstance(value, (int, float)):
+                    found[f"optimizer {name} {key}"] = torch.tensor(value, dtype=torch.float64)
+        return found
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -64,6 +74,8 @@ class StepTensors:
             if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
                 value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
             tensor.copy_(value)
+        for name, state in self._optimizer_states():
+            set_numbers(state, name, saved)
 
     def forget_new(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Take the optimizer's state away from parameters that had none when it was saved."""
@@ -74,6 +86,13 @@ class StepTensors:
             tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
             if tensors and not any(f"optimizer {name} {key}" in saved for key in tensors):
                 del self._optimizer.state[item]
+
+
+def set_numbers(state: dict[str, Any], name: str, saved: Mapping[str, torch.Tensor]) -> None:
+    """Set the plain numbers in an optimizer's state of a parameter to saved ones."""
+    for key, value in state.items():
+        if isinstance(value, (int, float)) and (kept := saved.get(f"optimizer {name} {key}")) is not None:
+            state[key] = type(value)(kept.item())
 
 
 def whole(saved: Mapping[str, torch.Tensor]) -> Named:
