@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
-from frameworm.engine.gate import Gate
+from frameworm.data.steps import StepBatch
+from frameworm.engine.gate import Gate, Passage, Session
 from frameworm.engine.job import Ingredients, build_job
 from frameworm.engine.lockstep import FollowingGate, LeadingGate, Plan
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
+from frameworm.engine.step.step import TrainStep
 from frameworm.guard.agreement import ROUNDING_UNITS, AgreementVerdict, judge_agreement
 from frameworm.hardware.resolve import resolve_here
 
@@ -120,9 +122,10 @@ class Tied(nn.Module):
         self.layers = nn.GRU(16, 16, 2, batch_first=True, dropout=0.2)
         self.head = nn.Linear(16, 40, bias=False)
         self.head.weight = self.table.weight
+        self.drops = 0.1
 
     def forward(self, ids: Tensor) -> Tensor:
-        scores: Tensor = self.head(F.dropout(self.layers(self.table(ids))[0], 0.1, self.training))
+        scores: Tensor = self.head(F.dropout(self.layers(self.table(ids))[0], self.drops, self.training))
         return scores
 
 
@@ -204,6 +207,7 @@ def config_of(case: Case, changes: Mapping[str, Mapping[str, Any]], world_size: 
     values: dict[str, dict[str, Any]] = {
         "training": {"global_batch": BATCH, "epochs": 3, "max_steps": 20, **case.training},
         "gpu": {"device": "cpu", "mixed_precision": "off"},
+        "parallel": {"strategy": "auto"},
         "observe": {"progress": False, "sinks": []},
         "data": {"num_workers": 0},
         "checkpoint": {"every_steps": None},
@@ -346,18 +350,145 @@ def test_what_is_wrong_is_found(name: str, fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_neither_run_notices_that_it_is_compared(name: str, tmp_path: Path) -> None:
-    case = build(name)
-    config = config_of(case, {})
-    alone = train(case, config, Ending())
+    def weights(gate: Gate) -> dict[str, Tensor]:
+        case = build(name)
+        case.model.apply(_without_dropout)  # a comparison switches it off, but for that of random draws
+        return train(case, config_of(case, {}), gate)
+
     plan = replace(PLAN, folder=str(tmp_path))
-    leading = train(build(name), config, LeadingGate(plan))
-    following = train(build(name), config, FollowingGate(plan))
-    for weights in (leading, following):
-        assert all(torch.equal(weights[key], value) for key, value in alone.items())
+    alone = weights(Ending(plan.steps[-1]))
+    for gate in (LeadingGate(plan), FollowingGate(plan)):
+        found = weights(gate)
+        assert all(torch.equal(found[key], value) for key, value in alone.items())
+
+
+@pytest.mark.parametrize("name", ["tied weights", "random numbers of its own"])
+def test_neither_run_notices_that_its_random_draws_are_compared(name: str, tmp_path: Path) -> None:
+    def weights(gate: Gate) -> dict[str, Tensor]:
+        case = build(name)
+        return train(case, config_of(case, {}), gate)
+
+    plan = Plan(str(tmp_path), (4,), draws=6)
+    alone = weights(Ending(4))
+    for gate in (LeadingGate(plan), FollowingGate(plan)):
+        found = weights(gate)
+        assert all(torch.equal(found[key], value) for key, value in alone.items())
+
+
+def _without_dropout(layer: nn.Module) -> None:
+    if isinstance(layer, Tied):
+        layer.drops = 0.0
+    elif isinstance(layer, nn.RNNBase):
+        layer.dropout = 0.0
 
 
 class Ending(Gate):
     """Ends a run where a comparison would."""
 
-    def enter(self, step: int) -> Any:
-        return "end" if step > PLAN.steps[-1] else "go"
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def enter(self, step: int) -> Passage:
+        """Until the last step has been made."""
+        return "end" if step > self._last else "go"
+
+
+def no_dropout(case: Case) -> None:
+    case.model.apply(_without_dropout)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [(lambda case: None, ""), (no_dropout, "random draws"), (scaled(0.5), "gradient of")]
+)
+def test_dropout_is_compared_by_its_draws(fault: Fault, told: str, tmp_path: Path) -> None:
+    verdict = compare("tied weights", tmp_path, fault=fault)
+    assert verdict.passed is not bool(told), verdict.detail
+    assert told in verdict.detail
+
+
+def test_a_state_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    case = build("sparse")
+    with pytest.raises(TimeoutError, match="no state to compare came"):
+        train(case, config_of(case, {}), FollowingGate(replace(PLAN, folder=str(tmp_path), wait_s=0.1)))
+
+
+def test_a_run_that_failed_leaves_dropout_as_it_was(tmp_path: Path) -> None:
+    case = build("sparse")
+    function = F.dropout
+
+    def broken(module: nn.Module, inputs: Any) -> None:
+        assert F.dropout is not function, "it is switched off"
+        raise RuntimeError("planted")
+
+    case.model.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        train(case, config_of(case, {}), LeadingGate(replace(PLAN, folder=str(tmp_path))))
+    assert F.dropout is function
+
+
+class Normalised(nn.Module):
+    """Has statistics that differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.layers(inputs)
+        return scores
+
+
+CASES_OF_RANKS: dict[str, Callable[[], Case]] = {
+    "batch norm": lambda: Case(Normalised(), rows()),
+    "counted tokens": lambda: Case(Tied(), tokens(), per_token),
+    "plain": lambda: Case(perceptron(), rows()),
+}
+
+
+class Alone(FollowingGate):
+    """The gradients of rank 1 are its own, not the mean over the ranks."""
+
+    def begin(self, session: Session) -> None:
+        super().begin(session)
+        step = session.step
+        assert isinstance(step, TrainStep)
+        gradients = step.gradients
+
+        def own(batch: StepBatch, *more: Any) -> Any:
+            with step.strategy.no_sync():
+                gradients(batch, *more)
+            kept = [item.grad for item in step.model.parameters()]
+            step.update.clear()
+            result = gradients(batch, *more)
+            if step.strategy.rank == 1:
+                for item, gradient in zip(step.model.parameters(), kept):
+                    item.grad = gradient
+            return result
+
+        step.gradients = own  # type: ignore[method-assign]
+
+
+def on_ranks(rank: int, world_size: int, name: str, folder: str, gate: str, strategy: str) -> tuple[bool | None, str]:
+    """One rank of both sides; its verdict."""
+    CASES.update(CASES_OF_RANKS)
+    changes = {"parallel": {"strategy": strategy}}
+    gates = {"honest": FollowingGate, "alone": Alone}
+    verdict = compare(name, Path(folder), changes, gate=gates[gate], draws=False, world_size=world_size)
+    return verdict.passed, verdict.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("name", CASES_OF_RANKS)
+def test_ranks_that_average_their_gradients_agree(
+    name: str, strategy: str, run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    verdicts = run_ranks(on_ranks, 2, (name, str(tmp_path), "honest", strategy), timeout_s=120)
+    assert [passed for passed, _ in verdicts] == [True, True], verdicts
+
+
+@pytest.mark.slow
+def test_a_rank_whose_gradients_are_its_own_is_found(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    verdicts = run_ranks(on_ranks, 2, ("plain", str(tmp_path), "alone", "ddp"), timeout_s=120)
+    assert [passed for passed, _ in verdicts] == [True, False], verdicts
+    assert "gradient of" in verdicts[1][1]

@@ -174,6 +174,34 @@ def test_a_parameter_without_a_gradient_is_not_to_move() -> None:
     assert training.plain.errors(before, without, training.tensors.live())["0.bias"] > 1
 
 
+def test_sparse_gradients_are_updated_where_they_have_rows() -> None:
+    table = nn.Embedding(20, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=RATE)
+    tensors = StepTensors(table.named_parameters(), [], optimizer)
+    for rows in ([1, 2, 2], [3, 2, 9]):
+        optimizer.zero_grad()
+        table(torch.tensor(rows)).pow(2).sum().backward()
+        before = tensors.copy()
+        optimizer.step()
+    plain = PlainUpdate(optimizer, {table.weight: "weight"}, None)
+    assert table.weight.grad is not None
+    gradients = {"weight": table.weight.grad}
+    assert plain.errors(before, gradients, tensors.live())["weight"] <= 1
+    with torch.no_grad():
+        table.weight[5] += 1e-3
+    assert plain.errors(before, gradients, tensors.live())["weight"] > 1
+
+
+def test_a_parameter_whose_state_another_rank_holds_is_left_to_that_rank() -> None:
+    training = Training(make("AdamW"))
+    del training.optimizer.state[training.model[0].weight]
+    before = training.tensors.copy()
+    gradients = training.compute(seed=99)
+    after = {**before, **{name: before[name] * 3 for name in before if "0.weight" in name}}
+    assert "0.weight" not in training.plain.errors(before, gradients, after)
+    assert "0.weight" in Training(make("SGD")).errors(), "without any state each rank knows all of it"
+
+
 def test_the_optimizer_itself_is_left_alone() -> None:
     training = Training(make("AdamW", "fused"))
     before = training.tensors.copy()

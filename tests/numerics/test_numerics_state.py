@@ -81,6 +81,38 @@ def test_a_run_that_is_restored_goes_on_as_it_did(training: Training) -> None:
     assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
+def test_plain_numbers_that_an_optimizer_counts_with_are_restored() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    tensors = StepTensors(table.named_parameters(), [], optimizer)
+
+    def make_step() -> None:
+        optimizer.zero_grad()
+        table(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+
+    make_step()
+    assert isinstance(optimizer.state[table.weight]["step"], int), "the reason for this test"
+    saved = tensors.copy()
+    make_step()
+    tensors.restore(saved)
+    assert optimizer.state[table.weight]["step"] == 1
+    assert isinstance(optimizer.state[table.weight]["step"], int)
+
+
+def test_state_that_came_after_saving_is_forgotten(training: Training) -> None:
+    model, optimizer, tensors = training
+    saved = tensors.copy()
+    make_steps(model, optimizer, 1)
+    tensors.restore(saved)
+    tensors.forget_new(saved)
+    assert not any(optimizer.state.values())
+    make_steps(model, optimizer, 1)
+    saved = tensors.copy()
+    tensors.forget_new(saved)
+    assert all(optimizer.state[item] for item in model.parameters())
+
+
 def test_what_is_not_saved_stays(training: Training) -> None:
     model, optimizer, tensors = training
     make_steps(model, optimizer, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.utils.data import TensorDataset
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.engine.optim.schedule import SHAPES
-from frameworm.guard.agreement import judge_agreement
+from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors, judge_agreement
 from frameworm.guard.proof import Evidence
 from frameworm.tune.knobs.context import apply_changes
 from frameworm.tune.trials.live_rank import _soon
-from frameworm.tune.trials.runner import TrialRunner, compared_steps
+from frameworm.tune.trials.runner import TrialRunner, compared_steps, least_alike
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -42,6 +43,15 @@ def test_a_run_that_ends_sooner_keeps_its_end() -> None:
     assert _soon(apply_changes(config, {"training.max_steps": 10}), 16) == {"max_steps": 16}, "all states are reached"
     assert _soon(apply_changes(config, {"training.warmup": 0.0}), 16) == {"max_steps": 32}
     assert _soon(apply_changes(config, {"training.schedule": "onecycle"}), 16) == {"max_steps": 32}
+
+
+def test_one_wrong_rank_is_enough() -> None:
+    rows = [OutputErrors("gradient of weight", 100, 1.0, 1e-7, 1e-7, 1e-7, error, 0.0) for error in (1e-7, 1e-1)]
+    fine, wrong = (Agreement([StateErrors(step, [row]) for step in range(6)]) for row in rows)
+    few = replace(fine, states=fine.states[:2])
+    assert least_alike([fine, wrong, few]) is wrong
+    assert least_alike([fine, few]) is few
+    assert least_alike([fine, fine]) is fine
 
 
 @pytest.mark.parametrize(("steps", "states"), [(16, 8), (48, 8), (16, 4), (6, 6), (3, 3), (100, 1)])
