@@ -24,7 +24,7 @@ from frameworm.engine.lockstep import FollowingGate, LeadingGate, Plan
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
 from frameworm.engine.step.step import TrainStep
-from frameworm.guard.agreement import ROUNDING_UNITS, AgreementVerdict, judge_agreement
+from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, AgreementVerdict, judge_agreement
 from frameworm.hardware.resolve import resolve_here
 
 SAMPLES, BATCH = 160, 16
@@ -236,46 +236,64 @@ def train(case: Case, config: Config, gate: Gate | None) -> dict[str, Tensor]:
 Fault = Callable[[Case], object]
 
 
-def compare(
-    name: str,
-    folder: Path,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
-    fault: Fault = lambda case: None,
-    gate: type[FollowingGate] = FollowingGate,
-    draws: bool = True,
-    world_size: int = 1,
-) -> AgreementVerdict:
-    """Both sides of a change in lock step, one after the other, as a proof compares them."""
-    before, after = config_of(build(name), {}, world_size), config_of(build(name), changes or {}, world_size)
-    plan = replace(PLAN, folder=str(folder), precision=after.gpu.mixed_precision)
-    leading = LeadingGate(plan)
-    train(build(name), before, leading)
-    following = _follow(name, after, plan, fault, gate)
-    agreement = following.agreement()
-    if leading.random and draws and after.gpu.mixed_precision == "off":
-        apart = replace(plan, folder=str(folder / "draws"), steps=plan.steps[:1], early=(), updates=(), draws=16)
-        (folder / "draws").mkdir(exist_ok=True)
-        train(build(name), before, LeadingGate(apart))
-        agreement = replace(agreement, draws=_follow(name, after, apart, fault, gate).agreement().draws)
-    return judge_agreement(agreement)
+class Pairs:
+    """Both sides of a change in lock step, one after the other, as a proof compares them.
+
+    A leading run that has left its states can be followed by many.
+    """
+
+    def __init__(self, folder: Path, world_size: int = 1) -> None:
+        self._folder = folder
+        self._world_size = world_size
+        self._led: dict[Plan, bool | None] = {}
+
+    def verdict(
+        self,
+        name: str,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+        fault: Fault = lambda case: None,
+        gate: type[FollowingGate] = FollowingGate,
+        draws: bool = False,
+    ) -> AgreementVerdict:
+        """What a comparison says about a change, with or without a fault."""
+        config = config_of(build(name), changes or {}, self._world_size)
+        plan = replace(PLAN, folder=str(self._folder / name / config.gpu.mixed_precision))
+        plan = replace(plan, precision=config.gpu.mixed_precision)
+        agreement, is_random = self._follow(name, config, plan, fault, gate)
+        if is_random and draws:
+            plan = replace(plan, folder=f"{plan.folder}-draws", steps=plan.steps[:1], early=(), updates=(), draws=16)
+            drawn, _ = self._follow(name, config, plan, fault, gate)
+            agreement = replace(agreement, draws=drawn.draws)
+        return judge_agreement(agreement)
+
+    def _follow(
+        self, name: str, config: Config, plan: Plan, fault: Fault, gate: type[FollowingGate]
+    ) -> tuple[Agreement, bool]:
+        if plan not in self._led:
+            Path(plan.folder).mkdir(parents=True, exist_ok=True)
+            leading = LeadingGate(plan)
+            train(build(name), config_of(build(name), {}, self._world_size), leading)
+            self._led[plan] = leading.random
+        case = build(name)
+        fault(case)
+        following = gate(replace(plan, unit=UNIT[config.gpu.mixed_precision], wait_s=30.0))
+        train(case, config, following)
+        return following.agreement(), bool(self._led[plan])
 
 
-def _follow(name: str, config: Config, plan: Plan, fault: Fault, gate: type[FollowingGate]) -> FollowingGate:
-    case = build(name)
-    fault(case)
-    following = gate(replace(plan, unit=UNIT[config.gpu.mixed_precision], wait_s=30.0))
-    train(case, config, following)
-    return following
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("lockstep"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CASES)
-def test_what_only_rounds_agrees(name: str, change: str, tmp_path: Path) -> None:
+def test_what_only_rounds_agrees(name: str, change: str, pairs: Pairs) -> None:
     if change == "micro-batches" and name in ("spectral norm", "random numbers of its own"):
         pytest.skip("means over fewer samples and other random numbers are another model")
     if change == "bf16" and name == "tied weights":
         pytest.skip("not every CPU has recurrent layers in bf16")
-    verdict = compare(name, tmp_path, CHANGES[change])
+    verdict = pairs.verdict(name, CHANGES[change])
     assert verdict.passed is True, verdict.detail
 
 
@@ -340,10 +358,10 @@ FAULTS: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_found(name: str, fault: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_found(name: str, fault: str, pairs: Pairs) -> None:
     if name == "a scheduler of torch" and fault == "other rates":
         pytest.skip("the scheduler sets them")
-    verdict = compare(name, tmp_path, fault=FAULTS[fault], draws=False)
+    verdict = pairs.verdict(name, fault=FAULTS[fault])
     # Where every output is off, a model that draws random numbers may have drawn others: not accepted, but not refused.
     assert verdict.passed is False or "draw different ones" in verdict.detail, verdict.detail
 
@@ -400,8 +418,8 @@ def no_dropout(case: Case) -> None:
 @pytest.mark.parametrize(
     ("fault", "told"), [(lambda case: None, ""), (no_dropout, "random draws"), (scaled(0.5), "gradient of")]
 )
-def test_dropout_is_compared_by_its_draws(fault: Fault, told: str, tmp_path: Path) -> None:
-    verdict = compare("tied weights", tmp_path, fault=fault)
+def test_dropout_is_compared_by_its_draws(fault: Fault, told: str, pairs: Pairs) -> None:
+    verdict = pairs.verdict("tied weights", fault=fault, draws=True)
     assert verdict.passed is not bool(told), verdict.detail
     assert told in verdict.detail
 
@@ -473,7 +491,7 @@ def on_ranks(rank: int, world_size: int, name: str, folder: str, gate: str, stra
     CASES.update(CASES_OF_RANKS)
     changes = {"parallel": {"strategy": strategy}}
     gates = {"honest": FollowingGate, "alone": Alone}
-    verdict = compare(name, Path(folder), changes, gate=gates[gate], draws=False, world_size=world_size)
+    verdict = Pairs(Path(folder), world_size).verdict(name, changes, gate=gates[gate])
     return verdict.passed, verdict.detail
 
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage, Session
 from frameworm.engine.model.precision import Precision, allow_tf32
 from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
-from frameworm.engine.optim.schedule import AnySchedule
+from frameworm.engine.optim.noted_rates import NotedRates
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.precise import PreciseStep, copied
 from frameworm.engine.step.probe import GradientProbe
@@ -31,7 +30,7 @@ from frameworm.engine.step.step import TrainStep
 from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputErrors, StateErrors
 from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
 from frameworm.numerics.dropout import DropoutOff
-from frameworm.numerics.plain_update import PlainUpdate, settings_of
+from frameworm.numerics.plain_update import PlainUpdate
 from frameworm.numerics.sketch import dense, sketch
 from frameworm.numerics.state import Named, read, whole, write
 
@@ -70,37 +69,6 @@ class Plan:
     wait_s: float = 300.0
 
 
-class _Rates:
-    """A schedule that notes what the optimizer is told for a step, and can raise all rates for one."""
-
-    def __init__(self, schedule: AnySchedule, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]):
-        self._schedule = schedule
-        self._optimizer = optimizer
-        self._names = names
-        self.settings: dict[str, dict[str, object]] = {}
-        self.raised: float | None = None
-
-    def before_step(self, step: int) -> None:
-        self._schedule.before_step(step)
-        groups = self._optimizer.param_groups
-        self.settings = settings_of(self._optimizer, self._names)
-        if self.raised is not None:
-            largest = max((float(group["lr"]) for group in groups), default=0.0)
-            for group in groups:
-                rate = float(group["lr"]) / largest * self.raised if largest else self.raised
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-
-    def after_step(self) -> None:
-        if self.raised is None:
-            self._schedule.after_step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)
-
-
 class _Lockstep(Gate):
     """What both runs have in common: a step that can be computed from any state, and what it gave."""
 
@@ -123,7 +91,7 @@ class _Lockstep(Gate):
         self._parameters = {name: item for name, item in self._tensors.parameters.items() if item.requires_grad}
         names = {item: name for name, item in self._parameters.items()}
         self._names = names
-        update.schedule = self._rates = _Rates(update.schedule, update.optimizer, names)  # type: ignore[assignment]
+        update.schedule = self._rates = NotedRates(update.schedule, update.optimizer, names)  # type: ignore[assignment]
         self._probe = self._eager.probe = GradientProbe(self._parameters)
         if not self.plan.draws:
             self._dropout = DropoutOff(model)
