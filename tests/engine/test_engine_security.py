@@ -69,5 +69,6 @@ def test_nothing_is_unpickled_but_what_processes_of_our_own_hand_over() -> None:
                 found.setdefault(str(path.relative_to(SOURCES)), set()).add(word)
     assert found == {
         "tune/processes/batch_trial.py": {"weights_only=False", "torch.load("},  # from a search to its trials
+        "numerics/state.py": {"torch.load("},  # weights_only, in a private folder of one search
         "data/samples/worker_state.py": {"pickle.load"},  # from a loader's workers, in memory that nobody else has
     }

@@ -9,9 +9,10 @@ for a tensor of any size. A tensor with up to `WIDTH` elements is its own sketch
 from __future__ import annotations
 
 import functools
+import sys
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 WIDTH = 4096
 _ROWS = 1024  # at a time, which bounds the memory that the conversion to fp64 takes
@@ -35,12 +36,18 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     return sums.cpu()
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: Any) -> torch.Tensor:
     """The whole tensor without holes; with sharded tensors all ranks must call it."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+    whole: torch.Tensor = tensor.detach()
+    if is_sharded(tensor):
+        whole = tensor.detach().full_tensor()
+    return whole.to_dense() if whole.layout != torch.strided else whole
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor; asking does not load what makes them, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @functools.lru_cache(maxsize=2)

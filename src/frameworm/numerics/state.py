@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from frameworm.numerics.sketch import dense
+from frameworm.numerics.sketch import dense, is_sharded
 
 Named = dict[str, torch.Tensor]
 
@@ -71,8 +70,8 @@ class StepTensors:
             value = saved.get(name)
             if value is None:
                 continue
-            if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
-                value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+            if is_sharded(tensor) and not is_sharded(value):
+                value = _distributed_like(value, tensor)
             tensor.copy_(value)
         for name, state in self._optimizer_states():
             set_numbers(state, name, saved)
@@ -93,6 +92,12 @@ def set_numbers(state: dict[str, Any], name: str, saved: Mapping[str, torch.Tens
     for key, value in state.items():
         if isinstance(value, (int, float)) and (kept := saved.get(f"optimizer {name} {key}")) is not None:
             state[key] = type(value)(kept.item())
+
+
+def _distributed_like(value: torch.Tensor, sharded: Any) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor  # loaded by whoever made the other one
+
+    return distribute_tensor(value.to(sharded.device), sharded.device_mesh, sharded.placements)
 
 
 def whole(saved: Mapping[str, torch.Tensor]) -> Named:

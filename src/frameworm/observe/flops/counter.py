@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +113,15 @@ class FlopCounter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __new__(cls) -> FlopCounter:
+        """One that the compiler does not look into, where the compiler is loaded; asking would load it."""
+        guarded = cls is FlopCounter and "torch._dynamo" in sys.modules
+        return object.__new__(_guarded() if guarded else cls)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see __new__
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = FlopCount()
@@ -170,6 +181,12 @@ class FlopCounter(TorchDispatchMode):
         tensors = [item for item in args if isinstance(item, torch.Tensor) and item.is_floating_point()]
         flops = formula(*args, **kwargs, out_val=result)
         return Work(float(flops), type_name(tensors[0]) if tensors else "fp32")
+
+
+@functools.cache
+def _guarded() -> type[FlopCounter]:
+    dispatch = torch.compiler.disable(FlopCounter.__torch_dispatch__)
+    return type("GuardedFlopCounter", (FlopCounter,), {"__torch_dispatch__": dispatch})
 
 
 def _named(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
