@@ -53,6 +53,15 @@ def switches_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.backends.cudnn.benchmark = False
 
 
+@pytest.fixture(autouse=True)
+def no_group_left_behind() -> Iterator[None]:
+    """A process group that a trainer made in this process does not reach the next test."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def kill_tree(pid: int) -> None:
     """End a process and all that it started, also those that left its process group."""
     try:

@@ -216,7 +216,8 @@ def _alone_notes(config: Config, process: ProcessInfo) -> list[str]:
     settings = config.parallel
     if settings.strategy.startswith("zero") and not settings.offload_optimizer:
         notes.append(f"strategy {settings.strategy} divides nothing on one process; it saves memory from two on")
-    if settings.backend == "nccl" and config.gpu.device == "cpu" and not dist.is_initialized():
+    on_gpu = config.gpu.device != "cpu" and torch.cuda.is_available()
+    if settings.backend == "nccl" and not on_gpu and not dist.is_initialized():
         notes.append("backend nccl is not used: one process has no other to talk to (on CPUs it would be gloo)")
     return notes
 
