@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import RESULTS, names_among, table, tell_progress, write_results
+from harness import RESULTS, SMALL_AG_NEWS, names_among, table, tell_progress, write_results
 
 from frameworm.config.load import load_runnable
 from frameworm.data.batches import batching
@@ -40,14 +40,7 @@ from frameworm.models.workloads import build_workload
 CONFIGS = Path(__file__).parents[1] / "configs"
 ORDERS = ("shuffled", "alike", "mixed")
 AG_NEWS = (
-    "gpu.device=cpu",
-    "gpu.mixed_precision=off",
-    "model.d_model=32",
-    "model.num_layers=1",
-    "model.dim_feedforward=64",
-    "model.max_seq_len=64",
-    "training.global_batch=64",
-    "training.lr=3e-3",
+    *SMALL_AG_NEWS,
     "training.epochs=1",
     "training.max_steps=300",
     "checkpoint.every_steps=off",

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from harness import RESULTS, names_among, table, tell_progress, write_results
+from harness import RESULTS, SMALL_AG_NEWS, names_among, table, tell_progress, write_results
 
 from frameworm.records.schema import RunRecord
 
@@ -31,14 +31,7 @@ METHODS = ("off", "bf16", "int8", "int4", "topk", "powersgd")
 BY_ITSELF = ("bf16", "int8", "int4")  # what auto takes without further leave
 WITHIN = 0.005
 SETTINGS = (
-    "gpu.device=cpu",
-    "gpu.mixed_precision=off",
-    "model.d_model=32",
-    "model.num_layers=1",
-    "model.dim_feedforward=64",
-    "model.max_seq_len=64",
-    "training.global_batch=64",
-    "training.lr=3e-3",
+    *SMALL_AG_NEWS,
     "data.batching=bucketed",
     "checkpoint.every_steps=off",
 )

@@ -27,6 +27,17 @@ from torch.utils.data import DataLoader, Dataset
 from frameworm.hardware.fingerprint import environment_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
+# AG News with a model small enough to train many times on a CPU.
+SMALL_AG_NEWS = (
+    "gpu.device=cpu",
+    "gpu.mixed_precision=off",
+    "model.d_model=32",
+    "model.num_layers=1",
+    "model.dim_feedforward=64",
+    "model.max_seq_len=64",
+    "training.global_batch=64",
+    "training.lr=3e-3",
+)
 RESAMPLES = 10_000
 _BEGUN = perf_counter()
 

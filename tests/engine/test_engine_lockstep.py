@@ -286,13 +286,19 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(tmp_path_factory.mktemp("lockstep"))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", CASES)
+# Micro-batches change a model whose layers count their passes or draw numbers themselves, and not every CPU has
+# recurrent layers in bf16.
+NOT_ROUNDING = {
+    ("spectral norm", "micro-batches"),
+    ("random numbers of its own", "micro-batches"),
+    ("tied weights", "bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [(name, change) for name in CASES for change in CHANGES if (name, change) not in NOT_ROUNDING]
+)
 def test_what_only_rounds_agrees(name: str, change: str, pairs: Pairs) -> None:
-    if change == "micro-batches" and name in ("spectral norm", "random numbers of its own"):
-        pytest.skip("means over fewer samples and other random numbers are another model")
-    if change == "bf16" and name == "tied weights":
-        pytest.skip("not every CPU has recurrent layers in bf16")
     verdict = pairs.verdict(name, CHANGES[change])
     assert verdict.passed is True, verdict.detail
 
@@ -356,11 +362,12 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    # A scheduler sets the rates itself, so wrong ones cannot be planted there.
+    [(name, fault) for name in CASES for fault in FAULTS if (name, fault) != ("a scheduler of torch", "other rates")],
+)
 def test_what_is_wrong_is_found(name: str, fault: str, pairs: Pairs) -> None:
-    if name == "a scheduler of torch" and fault == "other rates":
-        pytest.skip("the scheduler sets them")
     verdict = pairs.verdict(name, fault=FAULTS[fault])
     # Where every output is off, a model that draws random numbers may have drawn others: not accepted, but not refused.
     assert verdict.passed is False or "draw different ones" in verdict.detail, verdict.detail

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 SYSTEM_INTERVAL_S = 1.0
 
 
-class Observer:
+class Observer(ABC):
     """Observes the training in one process.
 
     Args:
@@ -82,9 +83,9 @@ class Observer:
         self._sampler: SystemSampler | None = None
         self._window: TraceWindow | None = None
 
+    @abstractmethod
     def folder(self) -> RunFolder:
         """The run folder, which may have to be waited for."""
-        raise NotImplementedError
 
     def follow_children(self) -> None:
         """Observe the processes that this one starts, as long as it has not trained itself."""

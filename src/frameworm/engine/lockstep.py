@@ -123,7 +123,7 @@ class _Lockstep(Gate):
     def _own(self, batch: StepBatch, saved: Named, seed: int | None) -> Sketches:
         """The step as this run computes it, from a saved state."""
         self._load(saved, seed)
-        with self._eager.marking(_no_mark):
+        with self._eager.marking(None):
             result = self._step.run(self._number - 1, copied(batch))
         return self._outputs(result.loss, saved)
 
@@ -133,7 +133,7 @@ class _Lockstep(Gate):
             seed_everything(_SEED + seed, self._rank)
 
     def _eagerly(self, batch: StepBatch, precision: Precision, state: Named) -> Sketches:
-        with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(_no_mark):
+        with self._eager.in_precision(precision), self._session.compiler.uncompiled(), self._eager.marking(None):
             result, factor = self._eager.gradients(copied(batch))
             self._eager.meet_beside()
             self._probe(factor, precision.loss_scale(), self._eager.update)
@@ -468,7 +468,3 @@ def _unequal(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 def _value(setting: Any) -> Any:
     return setting.clone() if isinstance(setting, torch.Tensor) else setting
-
-
-def _no_mark(name: str) -> None:
-    pass

@@ -8,7 +8,8 @@ state, given the same samples, and their outputs are compared: the loss, every g
   larger, a state is off by more; a quarter of the states may be. Outputs whose true value is smaller than their
   rounding noise, such as the gradient of a bias in front of a normalisation, are judged together.
 - **Bias.** Rounding errors point in all directions; a wrong factor points along the gradient. The error's component
-  along the reference gradient is averaged over the states and must be shown to lie within half a percent.
+  along the reference gradient is averaged over the states. It must lie within half a percent; where noise makes it
+  uncertain, the outputs are averaged too, and a bias of 5% that could hide in the noise leaves the verdict open.
 - **Decisions.** Learning rates, weight decay, skipped steps and loss scales must be equal, and the update must be what
   torch's plain optimizer makes of the same gradient.
 """

@@ -95,7 +95,7 @@ def set_numbers(state: dict[str, Any], name: str, saved: Mapping[str, torch.Tens
 
 
 def _distributed_like(value: torch.Tensor, sharded: Any) -> torch.Tensor:
-    from torch.distributed.tensor import distribute_tensor  # loaded by whoever made the other one
+    from torch.distributed.tensor import distribute_tensor  # already imported: a sharded tensor exists
 
     return distribute_tensor(value.to(sharded.device), sharded.device_mesh, sharded.placements)
 

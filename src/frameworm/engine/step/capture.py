@@ -268,7 +268,7 @@ class CapturedStep:
 
             rates.send()
             batches = [batch if shape.earlier is None else shape.earlier, batch]
-            with self.eager.marking(_no_mark):
+            with self.eager.marking(None):
                 compared = check.compare(eagerly, unrecorded, replayed, batches)
         except torch.OutOfMemoryError:
             update.clear()
@@ -336,10 +336,6 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 def _compilations() -> int:
     return compilations_so_far() if "torch._dynamo" in sys.modules else 0  # asking would load the compiler
-
-
-def _no_mark(name: str) -> None:
-    pass
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class PreciseStep:
         try:
             self._tensors.restore(state)
             before = self._tensors.copy()
-            with step.in_precision(Precision("off", step.strategy.device)), step.marking(_no_mark):
+            with step.in_precision(Precision("off", step.strategy.device)), step.marking(None):
                 result, factor = step.gradients(copied(batch, in_fp64=True))
             scale = 1.0 if factor is None else float(factor)
             named = model.named_parameters()
@@ -78,7 +78,3 @@ def copied(batch: StepBatch, *, in_fp64: bool = False) -> StepBatch:
         return tensor.to(torch.float64 if in_fp64 and tensor.is_floating_point() else tensor.dtype, copy=True)
 
     return replace(batch, batches=[map_tensors(item, copy_of) for item in batch.batches])
-
-
-def _no_mark(name: str) -> None:
-    pass

@@ -165,9 +165,9 @@ class TrainStep:
             return self._several(batch, meet)
 
     @contextlib.contextmanager
-    def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
-        """Tell the borders between phases to `mark` instead of the clock."""
-        usual, self._mark = self._mark, mark
+    def marking(self, mark: Callable[[str], None] | None) -> Iterator[None]:
+        """Tell the borders between phases to `mark` instead of the clock; None: to nobody."""
+        usual, self._mark = self._mark, mark or (lambda name: None)
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ class OutputRow:
 
     @property
     def too_far(self) -> bool:
-        """Whether its error is beyond the limit; a problem that is none of these is a bias."""
+        """Whether its problem is the size of its error; any other problem is a bias."""
         return bool(self.problem) and self.used >= 1
 
 
