@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ from frameworm.errors import ModelError
 from frameworm.numerics.state import Named, StepTensors
 from frameworm.observe.clocks.phases import BACKWARD, COMMUNICATION_EXPOSED, FORWARD, OPTIMIZER, StepClock
 from frameworm.parallel.strategy import Strategy
+
+# One step of so many is not worth a compilation of its own.
+_RARE = 10
 
 
 class StepResult:
@@ -80,6 +84,8 @@ class TrainStep:
         self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
         self.halving: GradientMethod | None = None
         self.probe: GradientProbe | None = None
+        self.as_written: Callable[[], AbstractContextManager[object]] | None = None  # leaves the compiler out
+        self._passed, self._short, self._most_samples = 0, 0, 0
         self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
@@ -159,10 +165,26 @@ class TrainStep:
             The result, and what the gradients must still be multiplied with (None: nothing).
         """
         halves = self.update.halves
-        with contextlib.nullcontext() if halves is None else halves.in_place():
+        nothing = contextlib.nullcontext()
+        with self._uncompiled(batch) or nothing, nothing if halves is None else halves.in_place():
             if len(batch.batches) == 1 and meet is None:
                 return self._only(batch.batches[0], batch)
             return self._several(batch, meet)
+
+    def _uncompiled(self, batch: StepBatch) -> AbstractContextManager[object] | None:
+        """Leaves the compiler out where it would compile for one step; None: it should not be left out.
+
+        At its first step a model may still set itself up, and whatever it sets then would have it compiled twice. The
+        short last step of an epoch has a shape of its own, unless short ones are common.
+        """
+        if self.as_written is None:
+            return None
+        self._passed += 1
+        self._most_samples = max(self._most_samples, batch.global_samples)
+        is_short = batch.global_samples < self._most_samples
+        self._short += is_short
+        is_rare = is_short and _RARE * self._short <= self._passed
+        return self.as_written() if self._passed == 1 or is_rare else None
 
     @contextlib.contextmanager
     def marking(self, mark: Callable[[str], None] | None) -> Iterator[None]:

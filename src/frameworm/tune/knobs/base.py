@@ -59,6 +59,7 @@ class Knob:
         suggested_by: Codes of the findings that it is a remedy for; a function of the context where that decides.
         expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
             Zero: tried only where a finding suggests it, or with a partner.
+        shortens: Phases of a step that it can make shorter, and so the most that it can gain; empty: nobody knows.
         setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
         ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.
         partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one
@@ -75,6 +76,7 @@ class Knob:
     mathematics: Mathematics | Callable[[Any], Mathematics] = "nothing"
     suggested_by: tuple[str, ...] | Callable[[Context], tuple[str, ...]] = ()
     expected_gain: float | Callable[[Context], float] = 0.02
+    shortens: tuple[str, ...] = ()
     setup_s: float = 0.0
     ordered: bool = False
     partners: tuple[str, ...] = ()

@@ -10,6 +10,8 @@ from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
 _RESIDENT_SHARE = 0.25
+# Where a step waits for its batch.
+_INPUT = ("data_wait", "transfer")
 
 
 def _batchings(context: Context) -> list[str]:
@@ -136,6 +138,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         _resident_applies,
         "nothing",
         ("input_bound", "transfer_bound"),
+        shortens=_INPUT,
         expected_gain=0.05,
         partners=("batching", "capture"),
     ),
@@ -147,6 +150,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         _workers_apply,
         "nothing",
         ("input_bound", "cpu_oversubscribed"),
+        shortens=_INPUT,
         expected_gain=0.03,
         ordered=True,
         present=_present_workers,
@@ -159,6 +163,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         lambda context: context.on_gpu or "needs a GPU",
         "nothing",
         ("transfer_bound", "input_bound"),
+        shortens=_INPUT,
         expected_gain=0.03,
     ),
     Knob(
@@ -169,6 +174,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         _has_workers,
         "nothing",
         ("input_bound",),
+        shortens=_INPUT,
         expected_gain=0.01,
         ordered=True,
     ),

@@ -81,6 +81,29 @@ def promise_of(
     return best
 
 
+def too_little_to_gain(knob: Knob, context: Context, result: TrialResult, least: float) -> str | None:
+    """Why a knob cannot gain enough after a run: it shortens what takes next to nothing; None: it may.
+
+    Args:
+        knob: The knob.
+        context: The config that was run.
+        result: The run.
+        least: The least gain, as a share, that is worth a trial.
+    """
+    phases = result.details.get("phases") or {}
+    shares = [known((phases.get(name) or {}).get("share")) for name in knob.shortens]
+    if (
+        not knob.shortens
+        or not phases
+        or any(finding.get("code") in knob.codes(context) for finding in result.findings)
+    ):
+        return None
+    share = sum(item for item in shares if item is not None)
+    if share >= least:
+        return None
+    return f"{' and '.join(name.replace('_', ' ') for name in knob.shortens)} take {share:.1%} of a step"
+
+
 def in_order(knob: Knob, candidates: Sequence[Candidate], context: Context, result: TrialResult) -> list[Candidate]:
     """Values of a knob as they should be tried: what remedies name first, then from the present value outwards."""
     remedies = [remedy for finding in result.findings for remedy in finding.get("remedies") or ()]

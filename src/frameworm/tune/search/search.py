@@ -6,6 +6,7 @@ beginning, finds what it had asked for already answered, and so comes to the pla
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
@@ -18,7 +19,7 @@ from frameworm.tune.knobs.context import Context, apply_changes, setting_of
 from frameworm.tune.search.challenge import WANTS_CHECK, Challenge
 from frameworm.tune.search.journal import Journal
 from frameworm.tune.search.ledger import NO_TIME, BudgetSpentError, Ledger
-from frameworm.tune.search.order import Promise, cost_of, in_order, past_the_peak, promise_of
+from frameworm.tune.search.order import Promise, cost_of, in_order, past_the_peak, promise_of, too_little_to_gain
 from frameworm.tune.search.result import (
     Accepted,
     Attempt,
@@ -37,6 +38,9 @@ _ALL = "everything was tried"
 _NEARLY_EVEN = 0.9
 # A change that brought this much is not tried without.
 _SURELY_GOOD = 1.3
+# A knob that usually gains so much is part of the first leap.
+_USUALLY_MUCH = 0.1
+LEAP = "usual gain together"
 # Combinations that nothing but single figures near break-even speaks for.
 _MOST_GUESSES = 8
 
@@ -92,6 +96,7 @@ class Search:
         self._tried: dict[str, int] = {}  # knob -> changes accepted before its last attempts
         self._near: dict[str, tuple[float, Candidate]] = {}  # values that nearly paid, by their labels
         self._noise = Noise()
+        self._leapt: list[Candidate] = []
 
     @property
     def result(self) -> TuneResult:
@@ -104,6 +109,7 @@ class Search:
             baseline = self._challenge.measure_start()
             if baseline.failure is not None:
                 return self._ended(f"the config itself fails: {baseline.failure.reason}")
+            self._leap()
             self._turn_all()
             self._turn_together()
             self._turn_again()
@@ -145,15 +151,16 @@ class Search:
 
     def _next(self) -> tuple[Knob, list[Candidate], Promise] | None:
         """The knob that promises most for its cost, of those not turned yet."""
-        context, ledger = self._challenge.context, self._challenge.ledger
+        context, ledger, best = self._challenge.context, self._challenge.ledger, self._challenge.best
         waiting = [knob for knob in self._knobs.values() if knob.name not in self._tried]
+        waiting = [knob for knob in waiting if too_little_to_gain(knob, context, best, MINIMUM_GAIN) is None]
         possible = [(knob, self._possible(knob)) for knob in waiting if knob.why_not(context) is None]
         total = sum(len(candidates) for _, candidates in possible)
         trial_s, proof_s = ledger.usual_s("trial"), ledger.usual_s("proof")
         open_ones = []
         for knob, candidates in possible:
             cost_s = cost_of(knob, len(candidates), trial_s, proof_s, total - len(candidates))
-            promise = promise_of(knob, candidates, context, self._challenge.best, cost_s)
+            promise = promise_of(knob, candidates, context, best, cost_s)
             if candidates and promise.gain > 0:
                 open_ones.append((knob, candidates, promise))
         return max(open_ones, key=lambda item: item[2].rank, default=None)
@@ -204,6 +211,41 @@ class Search:
         return accepted
 
     # Several knobs
+
+    def _leap(self) -> None:
+        """On a GPU all that usually brings much is tried as one change: one trial and one proof instead of one each.
+
+        Where that fails, what is quick to start is tried without the rest; then come the knobs one by one. A step of
+        several passes is left to those: the compiler works for one size of them, which is found first.
+        """
+        context = self._challenge.context
+        if not context.on_gpu or context.micro_batch * context.world_size < context.global_batch:
+            return
+        steady = [knob for knob in self._knobs.values() if not knob.ordered and knob.why_not(context) is None]
+        usual = [knob for knob in steady if knob.gain(context) >= _USUALLY_MUCH]
+        usual.sort(key=lambda knob: -knob.gain(context))
+        for chosen in (usual, [knob for knob in usual if not knob.setup_s]):
+            parts = self._parts_of(chosen)
+            bundle = functools.reduce(together, parts) if len(parts) > 1 else None
+            if bundle is None or self._challenge.has_tried(bundle):
+                continue
+            if self._try_alone(bundle, LEAP, sum(self._knobs[part.knob].setup_s for part in parts)):
+                self._leapt = parts
+                self._tried.update({part.knob: len(self.result.accepted) for part in parts})
+                return
+
+    def _parts_of(self, knobs: Sequence[Knob]) -> list[Candidate]:
+        """The first value of each, as far as they go together."""
+        parts: list[Candidate] = []
+        there = self._challenge.context
+        for knob in knobs:
+            possible = knob.candidates(there) if knob.why_not(there) is None else []
+            found = in_order(knob, possible, there, self._challenge.best)
+            fits = [item for item in found if not self._challenge.needs_check(item) and not there.why_not(item.changes)]
+            if fits:
+                there = there.having(apply_changes(there.config, fits[0].changes))
+                parts.append(fits[0])
+        return parts
 
     def _turn_together(self) -> None:
         """Pairs that work together, where each alone failed or was not worth it; what one makes possible comes next."""
@@ -286,7 +328,9 @@ class Search:
                 self._turn_all()
 
     def _turn_back(self) -> None:
-        """Each accepted change is left out once, but for the last and those that gained much."""
+        """Each accepted change is left out once, but for the last and those that gained much; so is a leap's part."""
+        for part in self._leapt:
+            self._try_alone(self._without(part), "interaction")
         for item in sorted(self.result.accepted[:-1], key=lambda item: item.speedup.value):
             if item.speedup.value >= _SURELY_GOOD:
                 continue
@@ -299,7 +343,7 @@ class Search:
         pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
         found = [(one * other, together(first, second)) for (one, first), (other, second) in pairs]
         for item in self.result.accepted:
-            if item.attempt.why != "interaction":
+            if item.attempt.why not in ("interaction", LEAP):
                 undo = self._undo(item)
                 found += [(figure / item.speedup.value, together(undo, candidate)) for figure, candidate in near]
         accepted = False
@@ -332,8 +376,11 @@ class Search:
         return not self._is_settled(knob) and not self._challenge.does_not_pay(knob)
 
     def _undo(self, item: Accepted) -> Candidate:
-        back = {key: setting_of(self._challenge.start.config, key) for key in item.candidate.changes}
-        return Candidate(f"without {item.candidate.knob}", back, item.candidate.mathematics, item.candidate.reference)
+        return self._without(item.candidate)
+
+    def _without(self, candidate: Candidate) -> Candidate:
+        back = {key: setting_of(self._challenge.start.config, key) for key in candidate.changes}
+        return Candidate(f"without {candidate.knob}", back, candidate.mathematics, candidate.reference)
 
     def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0) -> bool:
         refused = self._challenge.why_not(candidate, setup_s)
@@ -436,8 +483,9 @@ def list_skipped(knobs: Iterable[Knob], challenge: Challenge, tried: Container[s
     context = challenge.context
     for knob in knobs:
         refused = knob.why_not(context)
+        little = too_little_to_gain(knob, context, challenge.best, MINIMUM_GAIN)
         for candidate in knob.candidates(context) if refused is None else ():
-            reason = challenge.why_not(candidate, knob.setup_s)
+            reason = challenge.why_not(candidate, knob.setup_s) or little
             # Other values of a knob that was turned are slower, unless they were not even tried.
             if not challenge.has_tried(candidate) and (reason or not challenge.is_accepted(knob)):
                 challenge.add(candidate, "skipped", reason or _unless_tried(why), "")
