@@ -169,10 +169,11 @@ def test_deterministic_mode() -> None:
 
 def test_operator_keeps_torchs_rules() -> None:
     hidden, weight, targets = inputs()
-    for wanted in (True, False):
+    cases = [(True, None, False), (True, weight[:, 0], False), (True, None, True), (False, None, False)]
+    for wanted, bias, frozen in cases:
         torch.library.opcheck(
             torch.ops.frameworm.linear_cross_entropy.default,
-            (hidden, weight, targets, -100, 16, wanted),
+            (hidden, weight, targets, -100, 16, wanted, bias, frozen),
             test_utils=("test_schema", "test_faketensor"),
         )
 

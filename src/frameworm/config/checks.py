@@ -69,6 +69,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_sharding(config),
         *_memory(config),
         *_spikes(config),
+        *_fused_loss(config),
         *_not_yet(config),
     ):
         found.setdefault(problem.keys[0], problem)
@@ -99,6 +100,12 @@ def _data(config: Config) -> Iterator[Problem]:
     elif dataset in WHERE_DATA and not config.data.root:
         text = f"{dataset} needs the folder with {WHERE_DATA[dataset]}; set data.root"
         yield Problem((key("data.root"),), text, at=(key("data.dataset"),))
+
+
+def _fused_loss(config: Config) -> Iterator[Problem]:
+    if config.training.fused_loss and config.workload == "gpt":
+        text = "gpt computes its loss in parts by a setting of its own; set model.fused_loss: true instead"
+        yield Problem((key("training.fused_loss"), key("workload")), text)
 
 
 def _spikes(config: Config) -> Iterator[Problem]:
@@ -164,6 +171,10 @@ def _parallel(config: Config) -> Iterator[Problem]:
             if value != ParallelConfig.model_fields[name].default:
                 text = f"{name} is about DDP's buckets, which strategy {strategy} has not; leave it out, or use ddp"
                 yield Problem((key(f"parallel.{name}"), key("parallel.strategy")), text)
+    if config.training.fused_loss and strategy in NO_BUCKETS:
+        text = f"true needs the last layer's weight whole and in one place, which strategy {strategy} does not keep; "
+        text += "leave it out, or use ddp or zero1"
+        yield Problem((key("training.fused_loss"), key("parallel.strategy")), text)
     if parallel.sync_every > 1:
         if strategy not in ("auto", "ddp"):
             text = f"sync_every averages whole models, which strategy {strategy} does not do; use ddp, or sync_every: 1"

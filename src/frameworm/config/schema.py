@@ -279,6 +279,12 @@ class TrainingConfig(Section):
         description="Count right answers in validation; auto: where the loss takes integer targets, one per sample, "
         "for classes of the model's output.",
     )
+    fused_loss: bool = Field(
+        default=False,
+        description="Compute the last layer and the cross-entropy after it a part of the tokens at a time, so that the "
+        "logits are never held whole; for any model with an nn.Linear of 4,096 outputs or more (gpt has its own: "
+        "model.fused_loss).",
+    )
     cpu_threads: Count | Auto = Field(
         default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
     )

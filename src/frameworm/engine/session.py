@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from frameworm.config.load import dump_config
@@ -17,6 +17,7 @@ from frameworm.engine.checkpoint.timed_saves import make_save_turns, make_timed_
 from frameworm.engine.gate import Session
 from frameworm.engine.job import Job
 from frameworm.engine.loop import AfterStep, BeforeStep, Limits, Requests, TrainingLoop
+from frameworm.engine.model.fused_head import HeadUse, fused_heads, head_notes
 from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
@@ -34,15 +35,18 @@ log = logging.getLogger("frameworm")
 
 def run_job(job: Job) -> RunRecord:
     """Train what a job describes; as `TrainingSession.run`."""
-    with host_layers(job.model, job.config.training), quick_turns():
-        return TrainingSession(job).run()
+    training = job.config.training
+    fused = fused_heads(job.model, training.fused_loss, compiled=job.config.gpu.compile_model)
+    with fused as heads, host_layers(job.model, training), quick_turns():
+        return TrainingSession(job, heads).run()
 
 
 class TrainingSession:
     """Runs a job once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, heads: Sequence[HeadUse] = ()) -> None:
         self._job = job
+        self._heads = heads
         self._began = perf_counter()
         mode_note = TrainingMode.note(job.model)
         self._rank = job.strategy.rank
@@ -293,6 +297,7 @@ class TrainingSession:
             self.record.unseen = []  # between their meetings the ranks send nothing
         self._notes += [*output.sampler.notes, *protection.guard.notes, *protection.agreement.details]
         self._notes += [*self._job.train.notes, *parts.loss_function.notes, *parts.flops.notes]
+        self._notes += head_notes(self._heads) if aggregate.steps else []
         self._notes += [] if parts.halving is None else parts.halving.notes
         self._notes += [] if protection.spikes is None else protection.spikes.notes
         self.record.skipped_samples, unread = describe(skipped)

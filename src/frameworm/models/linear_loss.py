@@ -17,6 +17,7 @@ from torch import Tensor
 
 from frameworm.errors import ModelError
 from frameworm.models.kernels.cublas_lt import multiply
+from frameworm.models.kernels.cublas_plan import Ending
 
 LOGITS_BYTES = 2**30  # of one chunk: large enough for fast matrix products, small beside the model
 _FEWEST_TOKENS = 1024
@@ -47,8 +48,29 @@ def linear_cross_entropy(
     device_type = hidden.device.type
     if device_type in _AUTOCAST and torch.is_autocast_enabled(device_type):
         hidden = hidden.to(torch.get_autocast_dtype(device_type))
-    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor = _linear_cross_entropy(hidden, weight, targets, ignore_index, chunk_tokens or 0, wanted)[0]
+    count = (targets != ignore_index).sum().clamp(min=1).float()
+    return summed_cross_entropy(hidden, weight, targets, ignore_index, chunk_tokens) / count
+
+
+def summed_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `linear_cross_entropy`, but the sum over the targets, in the numbers of `hidden` whatever autocast says.
+
+    Args:
+        bias: [vocabulary], added to the logits.
+    """
+    asked = torch.is_grad_enabled()
+    trains_weight = asked and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    wanted = trains_weight or (asked and hidden.requires_grad)
+    frozen = wanted and not trains_weight
+    chunk = chunk_tokens or 0
+    loss: Tensor = _linear_cross_entropy(hidden, weight, targets, ignore_index, chunk, wanted, bias, frozen)[0]
     return loss
 
 
@@ -62,78 +84,97 @@ def choose_chunk(tokens: int, vocabulary: int, element_bytes: int) -> int:
 @torch.library.custom_op(
     "frameworm::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, int chunk_tokens, bool with_gradients)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, int chunk_tokens, bool with_gradients,"
+    " Tensor? bias, bool frozen) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int, with_gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    with_gradients: bool,
+    bias: Tensor | None,
+    frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the number of targets, and the gradients of the loss's sum; opaque to the compiler."""
+    """The sum of the losses and its gradients, of a frozen head the hidden state's alone; opaque to the compiler."""
     tokens, vocabulary = hidden.size(0), weight.size(0)
     chunk = chunk_tokens or choose_chunk(tokens, vocabulary, hidden.element_size())
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-    grad_hidden, grad_weight = _gradient_buffers(hidden, weight, with_gradients)
+    grad_hidden, grad_weight, grad_bias = _gradient_buffers(hidden, weight, bias, with_gradients, frozen)
     to_rows = _rows_on(hidden.device.type)
     targets = targets.contiguous()
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, head = hidden.contiguous(), weight.to(hidden.dtype).contiguous()
+        ending, added = (Ending.NONE, None) if bias is None else (Ending.SUM, bias.to(hidden.dtype))
         buffer = hidden.new_empty(min(chunk, tokens), vocabulary)
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
             inputs = hidden[part]
             logits = buffer[: inputs.size(0)]
-            multiply(inputs, head, right_transposed=True, out=logits)
+            multiply(inputs, head, ending, bias=added, right_transposed=True, out=logits)
             to_rows(logits, targets[part], losses[part], ignore_index, with_gradients)
             if with_gradients:  # `logits` now holds their gradient
                 multiply(logits, head, out=grad_hidden[part])
+            if with_gradients and not frozen:
                 multiply(logits, inputs, left_transposed=True, out=grad_weight, onto=grad_weight if start else None)
-    count = (targets != ignore_index).sum().clamp(min=1).float()
-    return losses.sum() / count, count, grad_hidden, grad_weight
+                if bias is not None:
+                    grad_bias += logits.sum(0, dtype=torch.float32)
+    return losses.sum(), grad_hidden, grad_weight, grad_bias
 
 
 @_linear_cross_entropy.register_fake
 def _shapes(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int, with_gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    with_gradients: bool,
+    bias: Tensor | None,
+    frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, count = (torch.empty((), dtype=torch.float32, device=hidden.device) for _ in range(2))
-    return loss, count, *_gradient_buffers(hidden, weight, with_gradients)
+    loss = torch.empty((), dtype=torch.float32, device=hidden.device)
+    return loss, *_gradient_buffers(hidden, weight, bias, with_gradients, frozen)
 
 
-def _gradient_buffers(hidden: Tensor, weight: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+def _gradient_buffers(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: bool, frozen: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = [hidden.new_empty(0, dtype=torch.float32) for _ in range(2)]
     if not wanted:
-        return hidden.new_empty(0), hidden.new_empty(0)
+        return hidden.new_empty(0), nothing[0], nothing[1]
+    grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    if frozen:
+        return grad_hidden, nothing[0], nothing[1]
     # Without tokens no product fills the weight's gradient.
     make = torch.empty if hidden.size(0) else torch.zeros
     grad_weight = make(weight.shape, dtype=torch.float32, device=weight.device)
-    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device), grad_weight
+    grad_bias = nothing[1] if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, count, grad_hidden, grad_weight = output
-    ctx.save_for_backward(count, grad_hidden, grad_weight)
-    ctx.weight_dtype = inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+    weight, bias = inputs[1], inputs[6]
+    ctx.dtypes = (output[1].dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(other is not None for other in others):
         raise ModelError(
-            "the fused loss has no second derivative, and this training asks for one; set model.fused_loss to false"
+            "the fused loss has no second derivative, and this training asks for one; set model.fused_loss or "
+            "training.fused_loss to false"
         )
-    count, grad_hidden, grad_weight = ctx.saved_tensors
+    result: list[Tensor | None] = [None] * 8
     if grad_loss is None:
-        return None, None, None, None, None, None
-    # Divided by the count only here: together with a loss scale, small fp16 gradients survive.
-    factor = grad_loss / count
-    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    return (
-        (grad_hidden.float() * factor).to(grad_hidden.dtype) if needs_hidden else None,
-        (grad_weight * factor).to(ctx.weight_dtype) if needs_weight else None,
-        None,
-        None,
-        None,
-        None,
-    )
+        return tuple(result)
+    # Multiplied only here, with the loss scale in `grad_loss`: so small fp16 gradients survive.
+    for place, gradient, dtype in zip((0, 1, 6), ctx.saved_tensors, ctx.dtypes):
+        if ctx.needs_input_grad[place]:
+            result[place] = (gradient.float() * grad_loss).to(dtype)
+    return tuple(result)
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_save)

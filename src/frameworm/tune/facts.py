@@ -17,6 +17,7 @@ from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.engine.model.activations import find_layers
+from frameworm.engine.model.fused_head import find_heads
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
@@ -80,6 +81,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         samples_per_epoch=_samples_per_epoch(config, data),
         has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
         has_gelu=any(type(module) is nn.GELU for module in model.modules()),
+        has_wide_head=bool(find_heads(model)),
         can_checkpoint=_can_checkpoint(config, model),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,
@@ -129,7 +131,7 @@ def make_planner(start: Config, machine: MachineFacts, world_size: int) -> Plann
         kind = (
             *(_micro_batch(resolved), _keeps(resolved), resolved.data.batching, resolved.gpu.mixed_precision),
             *(resolved.parallel.strategy, resolved.parallel.compression, resolved.gpu.fused_optimizer),
-            *(resolved.gpu.use_flash_attention, resolved.model.model_dump_json()),
+            *(resolved.gpu.use_flash_attention, resolved.training.fused_loss, resolved.model.model_dump_json()),
         )
         if kind not in known:
             known[kind] = _too_large(config, world_size, room_bytes)

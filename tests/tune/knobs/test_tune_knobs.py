@@ -162,6 +162,20 @@ def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:
         assert ("training.cpu_gelu=keep_slope" in labels) is tried
 
 
+def test_the_fused_loss_is_tried_on_any_model_that_scores_words() -> None:
+    quickstart = config_named("quickstart")
+    facts = [
+        workload_facts(quickstart, Workload(nn.Sequential(nn.Embedding(5000, 4), nn.Linear(4, width)), [1, 2]))
+        for width in (5000, 50)
+    ]
+    assert [item.has_wide_head for item in facts] == [True, False]
+    for item, tried in zip(facts, (True, False), strict=True):
+        labels = [candidate.label for candidate in possible(Context(quickstart, H200, item))]
+        assert ("training.fused_loss=true" in labels) is tried
+    sharded = config_named("quickstart", "parallel.strategy=zero2", "gpu.channels_last=false")
+    assert "training.fused_loss=true" not in [item.label for item in possible(Context(sharded, H200, facts[0], 2))]
+
+
 def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:
     knob = knob_named("flash_attention")
     for width, wanted in ((768, []), (576, ["cudnn"])):

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from frameworm.engine.memory.dry_device import hidden_workspace, pretended_device, replaced
 from frameworm.engine.model import activations
+from frameworm.engine.model.fused_head import fuse_heads
 from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import ConfigError, FramewormError, ModelError
 from frameworm.observe.flops.counter import BACKWARD, FlopCount, FlopCounter
@@ -131,9 +132,10 @@ class DryRun:
         half_layers: Layers have their parameters in half precision and are given inputs in it, as zero2 and zero3
             gather and call them; only what lies outside of them is left to autocast.
         make_validation: The same for validation batches; None: like training batches.
+        fused_loss: As `training.fused_loss`.
 
     Raises:
-        ConfigError: The model does not say which layers to recompute.
+        ConfigError: The model does not say which layers to recompute, or has no head for a fused loss.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class DryRun:
         flash_attention: bool = True,
         half_layers: bool = False,
         make_validation: Callable[[int], Any] | None = None,
+        fused_loss: bool = False,
     ) -> None:
         self.device = device
         self.shapes = shapes_of(model)
@@ -162,6 +165,8 @@ class DryRun:
         units = find_units(model) if half_layers and self._dtype is not None else []
         with self._mode:
             self.model = fake_copy(model, self._dtype, units)
+        if fused_loss:
+            fuse_heads(self.model)
         if compiled and checkpointing == "off":
             self._kept |= _OPAQUE
             with contextlib.suppress(ConfigError):  # a model that does not name its layers counts as not compiled
@@ -194,9 +199,9 @@ class DryRun:
                 for parameter in self.model.parameters():
                     parameter.grad = None
             size = sum(block(_nbytes(item), self.device) for item in _tensors(batch))
+            # Where gradients are there beforehand, each new one is held only until it is added.
+            fresh, repeat = Peak(**ledger.peak), Peak(**ledger.peak_beside_gradients)
             validation = 0 if validation_batch is None else self._validate(validation_batch)
-        # Where gradients are there beforehand, each new one is held only until it is added.
-        fresh, repeat = Peak(**ledger.peak), Peak(**ledger.peak_beside_gradients)
         return StepMemory(micro_batch, kept, fresh, repeat, validation, size)
 
     def count_flops(self, samples: int = 1) -> FlopCount:

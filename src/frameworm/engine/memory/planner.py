@@ -201,6 +201,7 @@ class MemoryPlanner:
                 checkpoint_modules=self.config.memory.checkpoint_modules,
                 compiled=gpu.compile_model,
                 flash_attention=gpu.use_flash_attention is not False,
+                fused_loss=self.config.training.fused_loss,
             )
         return self._runs[kind]
 

@@ -97,7 +97,7 @@ def _linear(inputs: str, *weights: str, times: int = 1) -> Callable[[Mapping[str
 
 def _linear_cross_entropy(arguments: Mapping[str, Any], result: Any) -> Work:
     """The head, and its gradients, which are made in forward."""
-    times = 3 if arguments["with_gradients"] else 1
+    times = 1 + (2 - bool(arguments["frozen"])) * bool(arguments["with_gradients"])
     return _linear("hidden", "weight", times=times)(arguments, result)
 
 

@@ -40,6 +40,7 @@ class WorkloadFacts:
     samples_per_epoch: int | None = None
     has_convolutions: bool = False
     has_gelu: bool = False  # as layers, not as calls of the function
+    has_wide_head: bool = False  # a linear layer that may score words
     can_checkpoint: bool = True
     parameter_bytes: int | None = None
     has_validation: bool = False

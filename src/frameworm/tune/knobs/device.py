@@ -113,14 +113,22 @@ def _is_gpt(context: Context) -> bool | str:
 def _fuses_loss(context: Context) -> bool:
     """Whether the loss is computed in parts as things stand."""
     model = context.config.model
-    assert isinstance(model, GPTModelConfig)
+    if not isinstance(model, GPTModelConfig):
+        return context.config.training.fused_loss
     if model.fused_loss != "auto":
         return bool(model.fused_loss)
     return context.on_gpu and (model.vocab_size == "auto" or model.vocab_size >= FUSED_FROM)
 
 
-def _fused_losses(context: Context) -> list[bool]:
-    return [not _fuses_loss(context)]
+def _fused_losses(context: Context) -> list[dict[str, bool]]:
+    section = "model" if _is_gpt(context) is True else "training"
+    return [{f"{section}.fused_loss": not _fuses_loss(context)}]
+
+
+def _fused_loss_applies(context: Context) -> bool | str:
+    if _is_gpt(context) is True or context.workload.has_wide_head:
+        return True
+    return "the model has no wide linear layer that could score words"
 
 
 def _residual_applies(context: Context) -> bool | str:
@@ -238,10 +246,10 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "fused_loss",
-        ("model.fused_loss",),
+        ("model.fused_loss", "training.fused_loss"),
         "Compute the loss a part of the tokens at a time.",
         _fused_losses,
-        _is_gpt,
+        _fused_loss_applies,
         "rounding",
         lambda context: () if _fuses_loss(context) else ("compute_bound", "memory_pressure"),
         expected_gain=lambda context: 0.01 if _fuses_loss(context) else 0.03,
