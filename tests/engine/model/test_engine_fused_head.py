@@ -273,6 +273,34 @@ def test_a_compiled_model_ends_at_its_head(backend: str) -> None:
     assert_close(ours, plain, 1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(9)}], ids=["mean", "of several batches"])
+def test_models_of_a_library(kind: str, more: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "Llama": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "GPT2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "resid_pdrop": 0, "embd_pdrop": 0},
+    }[kind]
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=WORDS, attn_pdrop=0, **ends, **sizes)
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{kind}{head}")(config).train()
+    tokens, targets = data()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        output = model(input_ids=tokens, labels=targets, **more)
+        output.loss.backward()
+        assert output.logits.shape == (2, 7, WORDS)
+        return [output.loss.detach(), *(item.grad.clone() for item in model.parameters())]
+
+    plain = gradients()
+    with fused_heads(model, True) as uses:
+        ours = gradients()
+    assert [(use.name, use.fused, use.needed_for) for use in uses] == [("lm_head", True, None)]
+    assert_close(ours, plain, 1e-6)
+
+
 def test_a_plan_of_the_memory_knows_that_logits_are_not_held() -> None:
     def whole(fused_loss: bool) -> int:
         run = DryRun(Decoder(), batch_of, loss, device="cuda", fused_loss=fused_loss)

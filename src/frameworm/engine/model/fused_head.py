@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +94,10 @@ def fuse_heads(model: nn.Module, *, compiled: bool = False) -> dict[nn.Linear, H
             "score words (those of a class with a forward of its own do not count); leave it out"
         )
     uses = {head: HeadUse(name) for name, head in heads.items()}
-    # To mark a function for the compiler loads the compiler.
-    put_off = torch.compiler.disable(_put_off) if compiled else _put_off
+    put_off = _put_off
+    if compiled:  # to mark a function for the compiler loads the compiler
+        put_off = torch.compiler.disable(_put_off)
+        Logits.answer = staticmethod(torch.compiler.disable(_answer))
     for head, use in uses.items():
         head.forward = functools.partial(_forward, put_off, head, use)  # type: ignore[method-assign]
     return uses
@@ -184,6 +186,7 @@ class Logits(Tensor):
     Its place in autograd's graph is real: also code that torch does not let us see, such as DDP's, can follow it.
     """
 
+    answer: ClassVar[Callable[..., Any]]
     _recipe: _Recipe
     _real: Tensor | None
 
@@ -191,24 +194,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
-        if function not in _DESCRIBING:
-            first = args[0] if args else named.get("input")
-            rule = _RULES.get(function)
-            name = _name_of(function)
-            if rule is not None and isinstance(first, Logits) and first._real is None:
-                rest = {key: value for key, value in named.items() if key != "input"}
-                result = rule(first, *args[1:], **rest)
-                if isinstance(result, Tensor):
-                    return result
-                name = result or name
-
-            def real(item: Any) -> Any:
-                return item.real_values(name) if isinstance(item, Logits) else item
-
-            args, named = tree_map(real, tuple(args)), tree_map(real, dict(named))
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **named)
+        return cls.answer(function, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -276,6 +262,30 @@ def _logits(recipe: _Recipe) -> Tensor:
     recipe.relatives[0] += 1
     result: Tensor = _Place.apply(recipe.inputs, recipe.weight, recipe.bias, recipe)  # type: ignore[no-untyped-call]
     return result
+
+
+def _answer(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What a function of torch gives for logits: new logits, a loss, a description, or what it gives for real ones."""
+    if function not in _DESCRIBING:
+        first = args[0] if args else named.get("input")
+        rule = _RULES.get(function)
+        name = _name_of(function)
+        if rule is not None and isinstance(first, Logits) and first._real is None:
+            rest = {key: value for key, value in named.items() if key != "input"}
+            result = rule(first, *args[1:], **rest)
+            if isinstance(result, Tensor):
+                return result
+            name = result or name
+
+        def real(item: Any) -> Any:
+            return item.real_values(name) if isinstance(item, Logits) else item
+
+        args, named = tree_map(real, tuple(args)), tree_map(real, dict(named))
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **named)
+
+
+Logits.answer = staticmethod(_answer)
 
 
 # What is done to the head's input in place of the logits. A rule returns new logits, a loss, or why it cannot.
