@@ -340,6 +340,11 @@ class GPUConfig(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
         default="default", description="Mode handed to torch.compile."
     )
+    compile_scope: Literal["model", "blocks"] = Field(
+        default="model",
+        description="model compiles the model as a whole; blocks compiles each kind of block that the model repeats "
+        "once for all its instances, so that deep models start sooner.",
+    )
     combine_kernels: bool = Field(
         default=False, description="The compiler puts small kernels that do not depend on each other into one launch."
     )

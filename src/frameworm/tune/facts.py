@@ -16,7 +16,7 @@ from frameworm.data.batches.packed import packable, packing_of
 from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
-from frameworm.engine.model.activations import find_layers
+from frameworm.engine.model.activations import find_layers, find_repeated_blocks
 from frameworm.engine.model.fused_head import find_heads
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
@@ -83,6 +83,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         has_gelu=any(type(module) is nn.GELU for module in model.modules()),
         has_wide_head=bool(find_heads(model)),
         can_checkpoint=_can_checkpoint(config, model),
+        repeats_blocks=bool(find_repeated_blocks(model)),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),

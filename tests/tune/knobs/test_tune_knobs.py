@@ -143,8 +143,30 @@ def test_a_text_cut_into_blocks_is_compiled_and_captured_and_not_bucketed(tmp_pa
     everything["gpu"]["capture"] = "step"
     context = Context(load_config_from_mapping(everything, environ={}), H200, facts)
     labels = [candidate.label for candidate in possible(context)]
-    assert "gpu.compile_model=true" in labels
+    assert "gpu.compile_model=true, gpu.compile_scope=model" in labels, "its one block is not repeated"
     assert not [label for label in labels if label.startswith("data.batching")]
+
+
+def test_blocks_are_compiled_where_a_model_repeats_them_and_start_sooner() -> None:
+    quickstart = config_named("quickstart")
+    repeated = workload_facts(quickstart, build_workload(quickstart))
+    without = workload_facts(quickstart, Workload(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 2]))
+    knob = knob_named("compile")
+    scopes = {
+        facts.repeats_blocks: [
+            (candidate.changes["gpu.compile_scope"], candidate.setup_s)
+            for candidate in knob.candidates(Context(quickstart, LAPTOP, facts))
+        ]
+        for facts in (repeated, without)
+    }
+    assert scopes[False] == [("model", None)]
+    assert [scope for scope, _ in scopes[True]] == ["blocks", "model"]
+    quick_s, usual_s = (setup_s for _, setup_s in scopes[True])
+    assert usual_s is None
+    assert quick_s is not None
+    assert quick_s < knob.setup_s
+    compiled = config_named("quickstart", "gpu.compile_model=true")
+    assert not knob.candidates(Context(compiled, LAPTOP, repeated))
 
 
 def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:

@@ -194,6 +194,13 @@ def test_what_takes_longer_to_start_than_the_whole_run_is_not_even_tried() -> No
     assert "the whole run takes" in attempt_of(result, "compile").reason
 
 
+def test_a_value_that_starts_sooner_than_its_knob_is_tried() -> None:
+    machine = Machine(lambda model: 1.0)
+    knob = planted("compile", True, setup_s=60.0, value_setup_s=lambda value: 1.0)
+    search(machine, [knob], config_of(compile=False), samples_per_epoch=100)
+    assert len(machine.trials) == 2
+
+
 @pytest.mark.parametrize(("time_s", "tried"), [(130.0, False), (300.0, True)])
 def test_what_cannot_start_in_time_is_not_begun(time_s: float, tried: bool) -> None:
     """It would be stopped before it has measured anything, and the time be lost."""

@@ -34,6 +34,7 @@ def test_the_first_that_compiles_gets_time_to_compile() -> None:
     # How long another way to compile takes is not known from that.
     assert patience.for_trial(with_gpu(compile_model=True, compile_mode="max-autotune"), 400.0).seconds == 250.0
     assert patience.for_trial(with_gpu(compile_model=True, capture="step"), 120.0).seconds == 100.0
+    assert patience.for_trial(with_gpu(compile_model=True, compile_scope="blocks"), 120.0).seconds == 100.0
 
 
 def test_what_compiles_nothing_is_not_waited_for_for_long() -> None:

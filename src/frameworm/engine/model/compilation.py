@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,17 +15,21 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import GPUConfig
+from frameworm.engine.model.activations import CONTAINERS, find_block_classes
 from frameworm.observe.clocks.compiling import compilation_since, compilations_so_far
 from frameworm.records.schema import Compilation
 
 log = logging.getLogger("frameworm")
 
 
+_numbers = itertools.count()
+
+
 class Compiler:
     """Compiles the model of one run and keeps count.
 
     Attributes:
-        note: Why the model was not compiled after all, if so.
+        note: Why the model was not compiled after all, or not as asked, if so.
 
     Args:
         gpu: What was asked for. Deterministic mode forbids choosing kernels by timing them.
@@ -36,25 +43,58 @@ class Compiler:
             self.mode = None
         elif captured:
             self.mode = "max-autotune-no-cudagraphs" if self.mode == "max-autotune" else None
+        self._scope = gpu.compile_scope
         self._combines = gpu.combine_kernels
         self._earlier = 0
-        self._model: nn.Module | None = None
+        self._compiled: list[nn.Module] = []
+        self._settings: dict[str, Any] = {}
         self.note: str | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Let the model be compiled at its first call."""
-        if self.enabled:
-            self._model = model
-            self._earlier = compilations_so_far()
-            # As model.compile() does it, but from a frame of ours: the compiler passes over torch's own files, so that
-            # an nn.Sequential would not be compiled at all.
-            call = _called(model._call_impl)
-            if self._combines:
-                # torch takes a mode or options, not both; a mode is a name for options.
-                options = dict(torch._inductor.list_mode_options(self.mode)) if self.mode else {}
-                model._compiled_call_impl = torch.compile(call, options={**options, "combo_kernels": True})
-            else:
-                model._compiled_call_impl = torch.compile(call, mode=self.mode)
+        """Let the model, or the blocks it repeats, be compiled at the first call."""
+        if not self.enabled:
+            return
+        self._earlier = compilations_so_far()
+        kinds = [_alike(blocks) for blocks in find_block_classes(model)] if self._scope == "blocks" else []
+        groups = [group for kind in kinds for group in kind]
+        for group in groups:
+            compiled = self._compile(type(group[0]).__name__)
+            for block in group:
+                self._set(block, functools.partial(compiled, block._call_impl))
+        if groups:
+            # Numbers that differ from block to block, such as a layer's index, become inputs of the one graph. Blocks
+            # that differ otherwise, such as in which entry of a cache they fill, may each need a graph of their own.
+            most = torch._dynamo.config.recompile_limit + max(map(len, groups))
+            self._settings = {"allow_unspec_int_on_nn_module": True, "recompile_limit": most}
+            callers = _callers(model, [block for group in groups for block in group])
+            if model in callers:
+                return  # the compiler gives up a forward that leaves its graph in the middle of a loop
+            for caller in callers:
+                # The compiler passes over `_compiled_call_impl` unless the module has a hook.
+                if _stay_outside not in caller._forward_pre_hooks.values():
+                    caller.register_forward_pre_hook(_stay_outside)
+                self._set(caller, torch.compiler.disable(caller._call_impl))
+        elif self._scope == "blocks":
+            self.note = f"gpu.compile_scope: {type(model).__name__} repeats no block, so it was compiled as a whole"
+            log.warning("%s", self.note)
+        self._set(model, functools.partial(self._compile(type(model).__name__), model._call_impl))
+
+    def _compile(self, name: str) -> Callable[..., Any]:
+        """A compiled function that makes a call; all that is called through it shares its graphs."""
+        # As model.compile() does it, but from a frame of ours: the compiler passes over torch's own files, so that
+        # an nn.Sequential would not be compiled at all. It keeps graphs, their limit and what it learned about sizes
+        # by code object and name.
+        code = _call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
+        call = types.FunctionType(code, globals())
+        if not self._combines:
+            return torch.compile(call, mode=self.mode)
+        # torch takes a mode or options, not both; a mode is a name for options.
+        options = dict(torch._inductor.list_mode_options(self.mode)) if self.mode else {}
+        return torch.compile(call, options={**options, "combo_kernels": True})
+
+    def _set(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        module._compiled_call_impl = call
+        self._compiled.append(module)
 
     @contextlib.contextmanager
     def eager_if_it_fails(self) -> Iterator[None]:
@@ -66,7 +106,7 @@ class Compiler:
         torch_log.addFilter(self._take_failure)
         try:
             # torch runs as written what it could not compile, without running anything twice, and logs the error.
-            with torch._dynamo.config.patch(suppress_errors=True):
+            with torch._dynamo.config.patch(suppress_errors=True, **self._settings):
                 yield
         finally:
             torch_log.removeFilter(self._take_failure)
@@ -76,8 +116,10 @@ class Compiler:
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True
-        if self.note is None and self._model is not None:
-            self._model._compiled_call_impl = None
+        if self._compiled:
+            for module in self._compiled:
+                module._compiled_call_impl = None
+            self._compiled.clear()
             cause = getattr(error, "inner_exception", None) or error
             reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
             self.note = f"torch.compile failed, and training went on eagerly: {reason}"
@@ -93,8 +135,32 @@ class Compiler:
         return compilation_since(self._earlier) if self.enabled else None
 
 
-def _called(call: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*inputs: Any, **named: Any) -> Any:
-        return call(*inputs, **named)
+def _call(call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    return call(*inputs, **named)
 
-    return forward
+
+def _stay_outside(_module: nn.Module, _inputs: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _alike(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Blocks of one class by the shapes of what they hold: the compiler takes those for constants."""
+    groups: dict[Any, list[nn.Module]] = {}
+    for block in blocks:
+        held = [*block.named_parameters(), *block.named_buffers()]
+        groups.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in held), []).append(block)
+    return list(groups.values())
+
+
+def _callers(model: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Module]:
+    """The modules in whose own forward the blocks are called."""
+    found: set[nn.Module] = set()
+    waiting = [(model, model)]
+    while waiting:
+        module, caller = waiting.pop()
+        for child in module.children():
+            if child in blocks:
+                found.add(caller)
+            else:
+                waiting.append((child, caller if isinstance(child, CONTAINERS) else child))
+    return found

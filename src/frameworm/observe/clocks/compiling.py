@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from frameworm.records.schema import Compilation
 
+# torch keeps the last 64, which a model with a few graphs for each of its blocks exceeds.
+_MOST_ENTRIES = 100_000
+
 
 def compilations_so_far() -> int:
-    """Entries in the log; imports the compiler."""
-    from torch._dynamo.utils import get_compilation_metrics
+    """Entries in the log, which keeps all from here on; imports the compiler."""
+    from torch._dynamo.utils import get_compilation_metrics, set_compilation_metrics_limit
 
+    set_compilation_metrics_limit(_MOST_ENTRIES)
     return len(get_compilation_metrics())
 
 

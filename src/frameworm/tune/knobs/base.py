@@ -23,6 +23,7 @@ class Candidate:
         mathematics: What this value can change in the numbers.
         reference: Changes to the baseline under which both sides take the same samples in each step, for the proof.
         position: Place on the knob's scale, for knobs with `ordered`.
+        setup_s: Its usual start-up cost where that is not the knob's.
     """
 
     knob: str
@@ -30,6 +31,7 @@ class Candidate:
     mathematics: Mathematics
     reference: Changes = field(default_factory=dict)
     position: float = 0.0
+    setup_s: float | None = None
 
     @property
     def label(self) -> str:
@@ -61,6 +63,7 @@ class Knob:
             Zero: tried only where a finding suggests it, or with a partner.
         shortens: Phases of a step that it can make shorter, and so the most that it can gain; empty: nobody knows.
         setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
+        value_setup_s: The start-up cost of a value, where values differ; None: the knob's.
         ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.
         partners: Knobs that it works together with: tried as one change when it fails alone, and tried again after one
             of them was accepted.
@@ -78,6 +81,7 @@ class Knob:
     expected_gain: float | Callable[[Context], float] = 0.02
     shortens: tuple[str, ...] = ()
     setup_s: float = 0.0
+    value_setup_s: Callable[[Any], float | None] = lambda value: None
     ordered: bool = False
     partners: tuple[str, ...] = ()
     reference: Changes = field(default_factory=dict)
@@ -100,7 +104,8 @@ class Knob:
             mathematics = self.mathematics(value) if callable(self.mathematics) else self.mathematics
             main = changes.get(self.keys[0])
             position = float(main) if self.ordered and isinstance(main, (int, float)) else 0.0
-            found.append(Candidate(self.name, changes, mathematics, self.reference, position))
+            setup_s = self.value_setup_s(value)
+            found.append(Candidate(self.name, changes, mathematics, self.reference, position, setup_s))
         return found
 
     def gain(self, context: Context) -> float:

@@ -42,6 +42,7 @@ class WorkloadFacts:
     has_gelu: bool = False  # as layers, not as calls of the function
     has_wide_head: bool = False  # a linear layer that may score words
     can_checkpoint: bool = True
+    repeats_blocks: bool = False
     parameter_bytes: int | None = None
     has_validation: bool = False
     validation_samples: int | None = None

@@ -10,6 +10,9 @@ from frameworm.models.gpt import FUSED_FROM
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
+# However many blocks there are, one is compiled.
+_BLOCK_SETUP_S = 5.0
+
 
 def _gpu_only(context: Context) -> bool | str:
     return context.on_gpu or "needs a GPU"
@@ -48,7 +51,10 @@ def _tf32_applies(context: Context) -> bool | str:
 
 
 def _compile_values(context: Context) -> list[dict[str, Any]]:
-    return [{"gpu.compile_model": True}] if not context.resolved.gpu.compile_model else []
+    if context.resolved.gpu.compile_model:
+        return []
+    scopes = ["blocks", "model"] if context.workload.repeats_blocks else ["model"]
+    return [{"gpu.compile_model": True, "gpu.compile_scope": scope} for scope in scopes]
 
 
 def _of_many_widths(context: Context) -> bool:
@@ -160,14 +166,15 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "compile",
-        ("gpu.compile_model",),
-        "Compile the model: fewer, larger kernels.",
+        ("gpu.compile_model", "gpu.compile_scope"),
+        "Compile the model, or each block that it repeats: fewer, larger kernels.",
         _compile_values,
         _compile_applies,
         "rounding",
         suggested_by=("host_bound", "compute_bound"),
         expected_gain=0.25,
         setup_s=15.0,
+        value_setup_s=lambda value: _BLOCK_SETUP_S if value["gpu.compile_scope"] == "blocks" else None,
         partners=("capture", "batching"),
     ),
     Knob(

@@ -66,6 +66,7 @@ class Challenge:
 
     def why_not(self, candidate: Candidate, setup_s: float, *, last: bool = False) -> str | None:
         """Why a candidate is not worth a trial; `last`: nothing else waits for the budget."""
+        setup_s = setup_s if candidate.setup_s is None else candidate.setup_s
         if self.needs_check(candidate) and (refused := self._no_check(last=last)) is not None:
             return f"changes more than rounding: {refused}"
         if any(was_checked(item, candidate) for item in self.result.attempts):

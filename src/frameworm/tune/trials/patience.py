@@ -84,4 +84,5 @@ def prepares(config: Config) -> bool:
 
 
 def _kind(config: Config) -> tuple[str, bool]:
-    return config.gpu.compile_mode if config.gpu.compile_model else "", config.gpu.capture != "off"
+    gpu = config.gpu
+    return f"{gpu.compile_mode} {gpu.compile_scope}" if gpu.compile_model else "", gpu.capture != "off"
