@@ -167,7 +167,9 @@ class NoCompiler(Gpu):
 def test_where_not_all_can_be_had_at_once_the_quick_ones_are_tried_together() -> None:
     gpu = NoCompiler()
     result = tune_on(gpu)
-    assert gpu.made[1] == "trial gpu.capture=step, data.batching=packed, gpu.compile_model=true"
+    assert (
+        gpu.made[1] == "trial gpu.capture=step, data.batching=packed, gpu.compile_model=true, gpu.compile_scope=model"
+    )
     assert gpu.made[2] == "trial gpu.capture=step, data.batching=packed"
     assert not result.best.gpu.compile_model
     assert step_s(result.best) == pytest.approx(0.74e-3), "captured alone, which is faster here than packed"

@@ -229,10 +229,14 @@ class Search:
             bundle = functools.reduce(together, parts) if len(parts) > 1 else None
             if bundle is None or self._challenge.has_tried(bundle):
                 continue
-            if self._try_alone(bundle, LEAP, sum(self._knobs[part.knob].setup_s for part in parts)):
+            if self._try_alone(bundle, LEAP, sum(self._start_of(part) for part in parts)):
                 self._leapt = parts
                 self._tried.update({part.knob: len(self.result.accepted) for part in parts})
                 return
+
+    def _start_of(self, part: Candidate) -> float:
+        """Seconds that it usually takes to start."""
+        return self._knobs[part.knob].setup_s if part.setup_s is None else part.setup_s
 
     def _parts_of(self, knobs: Sequence[Knob]) -> list[Candidate]:
         """The first value of each, as far as they go together."""
