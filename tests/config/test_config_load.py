@@ -183,13 +183,8 @@ BAD_FILES = [
         "x.yaml:1: data.balance: bucketed steps differ in length by intent; leave balance off, or use packed",
     ),
     (
-        "data: {resident: true}\n",
-        "x.yaml:1: data.resident: the GPU puts packed batches together and batching is padded; use packed, or "
-        "resident: auto",
-    ),
-    (
         "data: {resident: true, batching: packed}\ngpu: {device: cpu}\n",
-        "x.yaml:1: data.resident: true keeps the training set on a GPU and gpu.device is cpu; use auto",
+        "x.yaml:1: data.resident: true puts packed batches together on a GPU and gpu.device is cpu; use auto",
     ),
     (
         "data: {batching: packed}\nparallel: {strategy: dp}\n",

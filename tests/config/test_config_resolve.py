@@ -216,6 +216,8 @@ def test_what_is_given_is_kept() -> None:
         ({"batching": "packed"}, "cpu", True, False),
         ({"batching": "packed", "shuffle": False}, "cpu", False, False),
         ({"batching": "packed", "resident": True, "balance": False}, "cuda", False, True),
+        ({"resident": True}, "cpu", False, True),
+        ({"resident": True, "batching": "bucketed"}, "cuda", False, True),
     ],
 )
 def test_batching_decides_balance_and_place(data: dict[str, Any], device: Any, balance: Any, resident: Any) -> None:

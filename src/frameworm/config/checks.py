@@ -128,11 +128,8 @@ def _batching(config: Config) -> Iterator[Problem]:
     if batching == "bucketed" and data.balance is True:
         text = "bucketed steps differ in length by intent; leave balance off, or use packed"
         yield Problem((key("data.balance"), key("data.batching")), text)
-    if data.resident is True and batching != "packed":
-        text = f"the GPU puts packed batches together and batching is {batching}; use packed, or resident: auto"
-        yield Problem((key("data.resident"), key("data.batching")), text)
-    if data.resident is True and config.gpu.device == "cpu":
-        text = "true keeps the training set on a GPU and gpu.device is cpu; use auto"
+    if data.resident is True and batching == "packed" and config.gpu.device == "cpu":
+        text = "true puts packed batches together on a GPU and gpu.device is cpu; use auto"
         yield Problem((key("data.resident"), key("gpu.device")), text)
     if batching == "packed" and config.parallel.strategy == "dp":
         text = "dp cuts batches apart by samples, which packed batches do not allow; use ddp, or bucketed"

@@ -55,8 +55,10 @@ def resolve(
     check(config)
     if config.gpu.device == "cuda" and device == "cpu":
         raise DeviceError("gpu.device: cuda is asked for and no GPU can be used here; set gpu.device: auto or cpu")
-    if config.data.resident is True and device == "cpu":
-        raise DeviceError("data.resident: true keeps the training set on a GPU and none can be used here; use auto")
+    if config.data.resident is True and config.data.batching == "packed" and device == "cpu":
+        raise DeviceError(
+            "data.resident: true puts packed batches together on a GPU, and none can be used here; use auto"
+        )
     chosen = device if config.gpu.device == "auto" else config.gpu.device
     problems = list(_world_problems(config, world_size, chosen))
     batch: Batch | None = None
@@ -86,8 +88,7 @@ def resolve(
             "pin_memory": _unless_auto(config.data.pin_memory, chosen == "cuda"),
             "persistent_workers": _unless_auto(config.data.persistent_workers, config.data.num_workers != 0),
             "balance": _unless_auto(config.data.balance, config.data.batching == "packed" and config.data.shuffle),
-            # On a GPU the size of the data set decides, which the loader knows.
-            "resident": config.data.resident if chosen == "cuda" and config.data.batching == "packed" else False,
+            "resident": _resident(config, chosen),
             "eval_batch": _unless_auto(config.data.eval_batch, _eval_batch(config.workload, batch.micro_batch)),
         },
     )
@@ -203,6 +204,13 @@ def _capture(config: Config, device: str) -> str:
     if config.gpu.capture == "auto" and (device == "cpu" or config.gpu.deterministic):
         return "off"
     return config.gpu.capture
+
+
+def _resident(config: Config, device: str) -> Any:
+    """auto is for packed batches on a GPU, where the size of the data set decides, which the loader knows."""
+    if config.data.batching == "packed":
+        return config.data.resident if device == "cuda" else False
+    return config.data.resident is True
 
 
 def _unless_auto(value: Any, decided: Any) -> Any:

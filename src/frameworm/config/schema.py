@@ -195,8 +195,8 @@ class DataConfig(Section):
     )
     resident: bool | Auto = Field(
         default="auto",
-        description="packed: keep the training set on the GPU and put batches together there; auto: below 1 GiB and 5% "
-        "of its memory.",
+        description="Keep the training set on the device and put batches together there: packed ones on a GPU, or any "
+        "map-style data set whose samples are tensors of fixed shapes; auto: packed, below 1 GiB and 5% of its memory.",
     )
     eval_batch: Count | Auto = Field(
         default="auto",

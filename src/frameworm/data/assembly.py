@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from frameworm.data.batches.batching import Batching, arrangement, batching_of
+from frameworm.data.batches.equal_samples import (
+    Draws,
+    ResidentBatches,
+    UnfitError,
+    batch_maker,
+    fetcher,
+    look_at_samples,
+    unfit,
+)
 from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, share_of
 from frameworm.data.samples.skipping import SkippedLog, SkippingDataset
 from frameworm.data.samples.streams import StreamBatches
@@ -19,6 +28,7 @@ from frameworm.data.samples.workers import SeededDataset, SharedEpoch, WorkerSta
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
 
 Auto = Literal["auto"]
+LONG_READ_S = 2.0  # a data set that takes longer to read once is read by loader processes
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,6 @@ class LoaderSettings:
             raise ConfigError(f"batching: {self.batching!r} is none of padded, bucketed, packed")
         if self.balances and self.batching == "bucketed":
             raise ConfigError("balance: bucketed steps differ in length by intent; leave balance off, or use packed")
-        if self.resident is True and self.batching != "packed":
-            raise ConfigError(
-                f"resident: the device puts packed batches together, and batching is {self.batching}; use "
-                "batching packed, or leave resident off"
-            )
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,10 @@ def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Ba
                 f"batching {settings.batching}: the lengths of a stream are not known beforehand; use padded without "
                 "balance, or a map-style data set"
             )
+        if settings.resident is True:
+            raise ConfigError(
+                "resident: a stream cannot be read by index; leave resident off, or use a map-style data set"
+            )
         return "padded"
     check_sized(dataset)
     batching = batching_of(
@@ -135,8 +144,6 @@ def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Ba
     )
     if batching == "packed" and settings.collate_fn is not None:
         raise ConfigError("batching packed: batches come finished, so collate_fn has nothing to do; leave it out")
-    if batching != "packed" and settings.resident is True:
-        raise ConfigError("resident: the samples of this data set are not packed; leave resident off")
     return batching
 
 
@@ -245,7 +252,7 @@ def make_stream(
 
 def build_loader(
     source: Any,
-    sampler: StepSampler | None,
+    sampler: Iterable[list[int]] | None,
     settings: LoaderSettings,
     workers: int,
     generator: torch.Generator,
@@ -274,6 +281,36 @@ def build_loader(
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)
+
+
+def make_resident(
+    source: Any, settings: LoaderSettings, workers: Callable[[], int], skipped: SkippedLog | None
+) -> ResidentBatches:
+    """Batches of a map-style data set that are put together on the device.
+
+    Args:
+        source: The data set.
+        settings: The loader's.
+        workers: How many processes may read it, where that takes long.
+        skipped: As for `build_loader`.
+
+    Raises:
+        ConfigError: Its samples do not allow that.
+    """
+    collate = batch_maker(source, settings.collate_fn)
+    fetch = fetcher(source if skipped is None else SkippingDataset(source, skipped), collate)
+    try:
+        samples = look_at_samples(source, collate, fetch)
+    except UnfitError as error:
+        raise unfit(error) from error
+
+    def read(at_once: int) -> Iterable[Any]:
+        slow = samples.per_sample_s * samples.count > LONG_READ_S
+        plain = replace(settings, pin_memory=False, persistent_workers=False, collate_fn=collate)
+        batches = BatchSampler(range(samples.count), at_once, drop_last=False)
+        return build_loader(source, batches, plain, workers() if slow else 0, torch.Generator(), SharedEpoch(), skipped)
+
+    return ResidentBatches(samples, fetch, read, lambda: Draws(source, collate))
 
 
 class Unmarked(Iterator[Any]):

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from frameworm.data.assembly import (
@@ -19,6 +18,7 @@ from frameworm.data.assembly import (
     build_loader,
     checked_batching,
     found_placement,
+    make_resident,
     make_sampler,
     make_stream,
     stream_length,
@@ -27,6 +27,7 @@ from frameworm.data.assembly import (
 from frameworm.data.batches.batching import Batching, arrangement, narrowed
 from frameworm.data.batches.chunks import PackedBatches
 from frameworm.data.batches.counts import TokenCounts
+from frameworm.data.batches.equal_samples import Chunk, ResidentBatches
 from frameworm.data.batches.packed import batches_of, packing_of
 from frameworm.data.samples.sampling import StepSampler, StepShape
 from frameworm.data.samples.seeding import mix, seeded
@@ -73,6 +74,7 @@ class OptimizedDataLoader:
         self._generator = torch.Generator()
         self._tokens: TokenCounts | None = None
         self._packed: PackedBatches | None = None
+        self._resident: ResidentBatches | None = None
         self._skipped = SkippedLog() if self.settings.on_error == "skip" and not self._is_stream else None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
@@ -83,6 +85,8 @@ class OptimizedDataLoader:
         if self._batching == "packed":
             pin = bool(self.settings.pin_memory) and torch.cuda.is_available()
             self._packed = PackedBatches(packing_of(dataset), self.settings.epochs, self.settings.resident, pin)
+        elif self.settings.resident is True:
+            self._resident = make_resident(self._source, self.settings, self._choose_workers, self._skipped)
 
     @classmethod
     def create(
@@ -149,8 +153,10 @@ class OptimizedDataLoader:
             mixed_lengths: bucketed: a step has a shorter and a longer half, which learns as well as random steps; for
                 steps of several micro-batches.
             balance: Steps of nearly equal token counts. auto: for packed.
-            resident: packed, through a `CudaDataLoader`: keep the samples on the GPU and put batches together there.
-                auto: if they are small beside its memory.
+            resident: Keep the samples on the device of the `CudaDataLoader` around this loader (otherwise on the host)
+                and put batches together there. For packed batches on a GPU, and for any map-style data set whose
+                samples are tensors of fixed shapes that stay the same. auto: packed, if they are small beside the
+                GPU's memory.
             epochs: How many will be read; packed looks at the first eight of them to choose its capacity.
             most_widths: Most different widths of text batches; None for any when padded, 16 when bucketed.
             on_error: skip: a sample that raises is left out, the next one takes its place; see `skipped_samples`.
@@ -234,7 +240,7 @@ class OptimizedDataLoader:
     def num_workers(self) -> int:
         """Loader processes; the first look at it decides auto, and takes the measurement if one was asked for."""
         if self._workers is None:
-            self._workers = 0 if self.packs else self._choose_workers()
+            self._workers = 0 if self.in_chunks else self._choose_workers()
         return self._workers
 
     @property
@@ -244,8 +250,13 @@ class OptimizedDataLoader:
 
     @property
     def packs(self) -> bool:
-        """Whether batches are packed, and so can be had in chunks."""
+        """Whether batches are packed."""
         return self._packed is not None
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether batches are made some tens at a time, and so can be had in chunks."""
+        return self._packed is not None or self._resident is not None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
@@ -315,28 +326,40 @@ class OptimizedDataLoader:
         return StepShape(samples, global_samples, *self._tokens.of(self._sampler, step))
 
     def close(self) -> None:
-        """Stop the workers, and the thread that packs; the next iteration starts new ones."""
+        """Stop the workers and the thread that packs, and let resident samples go; the next iteration starts anew."""
         self._loader = None
-        if self._packed is not None:
-            self._packed.close()
+        for source in (self._packed, self._resident):
+            if source is not None:
+                source.close()
 
-    def chunks(self, device: torch.device | None = None) -> Iterator[dict[str, Tensor]]:
-        """Packed batches of the epoch, some tens at a time in one dict; on a GPU if `resident` allows (DeviceError)."""
+    def chunks(self, device: torch.device | None = None) -> Iterator[Any]:
+        """The epoch's batches, some tens at a time: packed on a GPU if `resident` allows (DeviceError), or resident."""
         self._ready()
-        assert self._packed is not None, "only packed batches come in chunks"
         assert self._sampler is not None
-        return self._packed.chunks(self._epoch, self._sampler.take_start(), device)
+        start = self._sampler.take_start()
+        if self._resident is not None:
+            return self._resident.chunks(self._epoch, start, device or torch.device("cpu"))
+        assert self._packed is not None, "only packed or resident batches come in chunks"
+        return self._packed.chunks(self._epoch, start, device)
+
+    def batches_of(self, chunk: Any) -> Iterator[Any]:
+        """The batches of one of `chunks`."""
+        return chunk.batches() if isinstance(chunk, Chunk) else batches_of(chunk)
 
     def open_ahead(self, epoch: int, device: torch.device | None = None) -> None:
         """Make the first chunk of the epoch that comes next, which `chunks` then begins with."""
-        if self._packed is not None and self._sampler is not None and self._tokens is not None:
+        if self._sampler is None or self._tokens is None or not self.in_chunks or epoch >= self.settings.epochs:
+            return
+        if self._resident is not None:
+            self._resident.open_ahead(epoch, device or torch.device("cpu"))
+        if self._packed is not None:
             self._packed.open_ahead(epoch, device)
             self._tokens.count(self._sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         placement = self._ready()
-        if self.packs:
-            return (batch for chunk in self.chunks() for batch in batches_of(chunk))
+        if self.in_chunks:
+            return (batch for chunk in self.chunks() for batch in self.batches_of(chunk))
         if self._loader is None:
             self._loader = self._build(self.num_workers)
         self._generator.manual_seed(mix(self.settings.seed, self._epoch, placement.rank))
@@ -385,8 +408,9 @@ class OptimizedDataLoader:
             self._workers = None
 
     def _plan_batches(self, sampler: StepSampler) -> None:
-        if self._packed is not None:
-            self._packed.place(sampler)
+        for source in (self._packed, self._resident):
+            if source is not None:
+                source.place(sampler)
         self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
 
     @property

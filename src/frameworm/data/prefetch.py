@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from frameworm.data.batches.packed import batches_of
 from frameworm.data.batches.sizes import fields_of
 from frameworm.errors import DeviceError
 
@@ -115,12 +114,12 @@ class CudaDataLoader:
         self._stream: torch.cuda.Stream | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        packs = getattr(self.loader, "packs", False)
+        in_chunks = getattr(self.loader, "in_chunks", False)
         if self.device.type == "cuda":
-            return self._packed_ahead() if packs else self._to_gpu(iter(self.loader))
-        if packs:
+            return self._chunks_ahead() if in_chunks else self._to_gpu(iter(self.loader))
+        if in_chunks:
             chunks = (move_batch(chunk, self.device) for chunk in self.loader.chunks(self.device))
-            return (batch for chunk in chunks for batch in batches_of(chunk))
+            return (batch for chunk in chunks for batch in self.loader.batches_of(chunk))
         if self.device.type == "cpu":
             return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in self.loader)
         return (move_batch(batch, self.device) for batch in self.loader)
@@ -163,11 +162,11 @@ class CudaDataLoader:
 
     def open_ahead(self, epoch: int) -> None:
         """Let the first batches of the next epoch be made now, while the device is busy, where the loader can do so."""
-        if self.device.type == "cuda" and getattr(self.loader, "packs", False):
+        if self.device.type == "cuda" and getattr(self.loader, "in_chunks", False):
             with torch.cuda.stream(self._side_stream()):
                 self.loader.open_ahead(epoch, self.device)
 
-    def _packed_ahead(self) -> Iterator[Any]:
+    def _chunks_ahead(self) -> Iterator[Any]:
         """Batches of chunks that cross to the device whole, or are put together there beside the caller's work."""
         stream = self._side_stream()
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -184,7 +183,7 @@ class CudaDataLoader:
             if upcoming.ended:
                 return
             following: _Transfer | None = None
-            for batch in batches_of(chunk):
+            for batch in self.loader.batches_of(chunk):
                 yield batch
                 # Not before the first batch is out: the caller can begin with it while the next chunk is made.
                 if following is None:

@@ -132,7 +132,7 @@ class StepSource:
         """Loader processes; None for a loader of a kind that has none."""
         inner = self._inner.source if isinstance(self._inner, RankBatches) else self._inner
         if isinstance(inner, OptimizedDataLoader):
-            return None if inner.packs else inner.num_workers
+            return None if inner.in_chunks else inner.num_workers
         return inner.num_workers if isinstance(inner, DataLoader) else None
 
     def sample_ids(self, step: int) -> list[list[Any]] | None:

@@ -148,6 +148,7 @@ def _for_inference(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
         "gpu.capture=off",
         "gpu.compile_model=false",
         "data.batching=padded",
+        "data.resident=false",
     )
     config = load_config_from_text(folder.read_config(), show_path(folder.config), [*plain, *overrides])
     check_buildable(config, show_path(folder.config))

@@ -12,8 +12,10 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.batches.counts import token_lengths
+from frameworm.data.batches.equal_samples import UnfitError, look_at_samples
 from frameworm.data.batches.packed import packable, packing_of
 from frameworm.data.batches.resident import resident_bytes
+from frameworm.data.samples.streams import is_stream
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.engine.model.activations import find_layers, find_repeated_blocks
@@ -73,11 +75,13 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
     """What the workload of a resolved config can do, with so many processes on this machine."""
     model, data = workload.model, workload.train_data
     packs = packable(data)
+    size, why_not_resident = _equal_samples_bytes(workload)
     return WorkloadFacts(
         accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
         many_widths=_has_many_widths(data),
         assembles_batches=bool(getattr(data, "assembles_batches", False)),
-        resident_bytes=resident_bytes(packing_of(data)) if packs else None,
+        resident_bytes=resident_bytes(packing_of(data)) if packs else size,
+        why_not_resident=why_not_resident,
         samples_per_epoch=_samples_per_epoch(config, data),
         has_convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
         has_gelu=any(type(module) is nn.GELU for module in model.modules()),
@@ -89,6 +93,17 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
         automatic_workers=automatic_workers(data, world_size),
     )
+
+
+def _equal_samples_bytes(workload: Workload) -> tuple[int | None, str | None]:
+    """How much memory the samples would take on a device, or why they cannot be kept there unless they are packed."""
+    data = workload.train_data
+    if is_stream(data) or not sample_count(data):
+        return None, "the training data cannot be read by index"
+    try:
+        return look_at_samples(data, workload.collate_fn).total_bytes, None
+    except UnfitError as problem:
+        return None, f"the data set {problem}"
 
 
 def _has_many_widths(data: Any) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy.typing as npt
 import pytest
+import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
@@ -169,6 +170,31 @@ def test_blocks_are_compiled_where_a_model_repeats_them_and_start_sooner() -> No
     assert not knob.candidates(Context(compiled, LAPTOP, repeated))
 
 
+@pytest.mark.parametrize(
+    ("data", "size", "reason"),
+    [
+        (TensorDataset(torch.zeros(100, 40), torch.zeros(100).long()), 100 * 168, None),
+        ([{"x": torch.zeros(3), "y": 1.0}] * 50, 50 * 20, None),
+        ([torch.zeros(length) for length in (1, 2, 3)], None, "differ in shape"),
+        (iter([1, 2]), None, "by index"),
+    ],
+)
+def test_any_data_of_equal_samples_may_be_resident(data: Any, size: int | None, reason: str | None) -> None:
+    config = config_of(workload="some.module:function")
+    facts = workload_facts(config, Workload(nn.Linear(1, 1), data))
+    assert facts.resident_bytes == size
+    knob = knob_named("resident")
+    for machine in (H200, LAPTOP):
+        told = knob.why_not(Context(config, machine, facts))
+        assert told is None if reason is None else reason in (told or "")
+    if reason is None:
+        resident = Context(config_of(workload="some.module:function", data={"resident": True}), H200, facts)
+        for name in ("workers", "prefetch", "pinning"):
+            assert knob_named(name).why_not(resident) == "batches are put together on the device"
+        small = replace(H200, memory_bytes=2 * facts.resident_bytes)
+        assert "50% of the device's memory" in (knob.why_not(Context(config, small, facts)) or "")
+
+
 def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:
     quickstart = config_named("quickstart")
     with_gelu = workload_facts(quickstart, build_workload(quickstart))
@@ -268,7 +294,7 @@ def test_knobs_say_why_they_mean_nothing_here() -> None:
     assert knob_named("precision").why_not(cpu) == "this processor has no bf16"
     assert knob_named("memory_format").why_not(gpu) == "the model has no convolutions"
     assert knob_named("compression").why_not(gpu) == "there is one process"
-    assert knob_named("resident").why_not(gpu) == "only packed batches are put together on the GPU"
+    assert knob_named("resident").why_not(gpu) == "the samples are not known to be tensors of one shape"
     deterministic = Context(config_of(gpu={"deterministic": True}), H200)
     assert "deterministic" in (knob_named("capture").why_not(deterministic) or "")
     old = replace(H200, capability=7.5, bf16=False)

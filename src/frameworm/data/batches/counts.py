@@ -108,7 +108,7 @@ def groups_of_steps(sampler: StepSampler, size: int) -> list[tuple[Counts, list[
     """The steps of an epoch of `size` samples by their plan: where each begins, and this rank's pieces of it."""
     full, rest = divmod(size, sampler.global_batch)
     begins = np.arange(full + 1) * sampler.global_batch
-    groups = [(begins[:full], sampler.pieces(0))] if full else []
+    groups = [(begins[:full], sampler.pieces_for(sampler.global_batch))] if full else []
     if rest and not sampler.drop_last:
-        groups.append((begins[full:], sampler.pieces(full)))
+        groups.append((begins[full:], sampler.pieces_for(rest)))
     return groups

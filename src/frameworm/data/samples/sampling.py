@@ -184,6 +184,10 @@ class StepSampler(Sampler[list[int]]):
         """Where in a step this rank's micro-batches lie; the step itself begins at step x global_batch."""
         return self._plan(self._samples_in(step))
 
+    def pieces_for(self, samples: int) -> list[Piece]:
+        """This rank's micro-batches of a step of so many samples, in any epoch."""
+        return self._plan(samples)
+
     def indices(self, step: int) -> list[Order]:
         """The samples of each of this rank's micro-batches of a step, in this epoch; a filler's included."""
         begin = step * self.global_batch

@@ -34,11 +34,14 @@ def _batching(subject: Subject) -> ChecklistItem:
 
 
 def _resident(subject: Subject) -> ChecklistItem:
-    name, data = "data kept on the GPU", subject.resolved.data
+    name, data, model = "data kept on the GPU", subject.resolved.data, subject.resolved.model
     if not subject.on_gpu:
         return no_matter(name, "there is no GPU to keep it on")
-    if data.batching != "packed":
-        return no_matter(name, "only packed batches are put together on the GPU (data.batching: packed)")
+    if data.batching != "packed" and data.resident is not True:
+        if isinstance(model, CustomModelConfig):
+            reason = "whether samples of your own are tensors of one shape is known when they are built; tune tries it"
+            return no_matter(name, reason)
+        return no_matter(name, "texts of unequal length have to be packed for that (data.batching: packed)")
     if data.resident is False:
         settings = ("data.resident=auto",)
         return ChecklistItem(

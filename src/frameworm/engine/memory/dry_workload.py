@@ -114,7 +114,7 @@ def _gpt(config: Config, settings: GPTModelConfig) -> DryWorkload:
 def _own(config: Config) -> DryWorkload:
     """One real batch, stretched to other sizes: tensors whose first dimension counts the samples grow with them."""
     config = config.model_copy(deep=True)
-    config.data.num_workers, config.data.pin_memory = 0, False
+    config.data.num_workers, config.data.pin_memory, config.data.resident = 0, False, False
     workload = build_workload(config)
     training = build_loader(config, workload, workload.train_data, evaluation=False)
     batch = next(itertools.islice(training, 1), None)

@@ -52,7 +52,7 @@ def workers_of(loader: Any) -> int | None:
     """Worker processes of a loader; None when it is of a kind that has none."""
     inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
     if isinstance(inner, OptimizedDataLoader):
-        return None if inner.packs else inner.num_workers
+        return None if inner.in_chunks else inner.num_workers
     return inner.num_workers if isinstance(inner, DataLoader) else None
 
 

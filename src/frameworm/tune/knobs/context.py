@@ -36,7 +36,8 @@ class WorkloadFacts:
     accepts_packed: bool = False
     many_widths: bool = False  # padded batches are as wide as their longest sample, and that differs
     assembles_batches: bool = False  # no Python per sample, so loader processes do not pay
-    resident_bytes: int | None = None
+    resident_bytes: int | None = None  # of the training set on a device
+    why_not_resident: str | None = "the samples are not known to be tensors of one shape"  # unless packed; None: may be
     samples_per_epoch: int | None = None
     has_convolutions: bool = False
     has_gelu: bool = False  # as layers, not as calls of the function

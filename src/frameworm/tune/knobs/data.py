@@ -12,6 +12,7 @@ from frameworm.tune.knobs.context import Context
 _RESIDENT_SHARE = 0.25
 # Where a step waits for its batch.
 _INPUT = ("data_wait", "transfer")
+_ON_THE_DEVICE = "batches are put together on the device"
 
 
 def _batchings(context: Context) -> list[str]:
@@ -37,15 +38,20 @@ def _batching_mathematics(value: Any) -> Mathematics:
 
 
 def _resident_applies(context: Context) -> bool | str:
-    if not context.on_gpu:
-        return "needs a GPU"
-    if context.config.data.batching != "packed":
-        return "only packed batches are put together on the GPU"
+    packed = context.config.data.batching == "packed"
+    if packed and not context.on_gpu:
+        return "packed batches are put together on GPUs only"
+    if not packed and context.workload.why_not_resident is not None:
+        return context.workload.why_not_resident
+    if not context.on_gpu and context.workload.assembles_batches:
+        return "batches are put together without Python per sample"
     size, memory = context.workload.resident_bytes, context.machine.memory_bytes
-    if context.config.data.resident == "auto" and size is not None and memory is not None and fits_memory(size, memory):
+    if size is None or memory is None:
+        return True
+    if packed and context.config.data.resident == "auto" and fits_memory(size, memory):
         return "already so by auto"
-    if size is not None and memory is not None and size > _RESIDENT_SHARE * memory:
-        return f"the data set would take {size / memory:.0%} of the GPU's memory"
+    if size > _RESIDENT_SHARE * memory:
+        return f"the data set would take {size / memory:.0%} of the device's memory"
     return True
 
 
@@ -67,19 +73,27 @@ def _present_workers(context: Context) -> float | None:
 
 
 def _workers_apply(context: Context) -> bool | str:
-    if context.config.data.batching == "packed" and context.resolved.data.resident is True:
-        return "batches are put together on the GPU"
+    if context.resolved.data.resident is True:
+        return _ON_THE_DEVICE
     if context.workload.assembles_batches and context.config.data.num_workers in (0, "auto"):
         return "batches are put together without Python per sample"
     return True
 
 
 def _has_workers(context: Context) -> bool | str:
+    if context.resolved.data.resident is True:
+        return _ON_THE_DEVICE
     if context.config.data.num_workers == 0:
         return "there are no loader processes"
     if context.config.data.num_workers == "auto" and context.workload.assembles_batches:
         return "there are no loader processes"
     return True
+
+
+def _pinning_applies(context: Context) -> bool | str:
+    if not context.on_gpu:
+        return "needs a GPU"
+    return context.resolved.data.resident is not True or _ON_THE_DEVICE
 
 
 def _threads(context: Context) -> list[int]:
@@ -133,7 +147,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
     Knob(
         "resident",
         ("data.resident",),
-        "Keep the training set on the GPU and put batches together there.",
+        "Keep the training set on the device and put batches together there.",
         lambda context: [True],
         _resident_applies,
         "nothing",
@@ -160,7 +174,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         ("data.pin_memory",),
         "Page-locked batches, which the GPU can fetch by itself.",
         lambda context: [True] if context.resolved.data.pin_memory is False else [],
-        lambda context: context.on_gpu or "needs a GPU",
+        _pinning_applies,
         "nothing",
         ("transfer_bound", "input_bound"),
         shortens=_INPUT,
