@@ -187,8 +187,8 @@ class DataConfig(Section):
     batching: Literal["padded", "bucketed", "packed"] = Field(
         default="padded",
         description="padded: each batch as wide as its longest text; bucketed: texts of like length share a forward "
-        "pass, and each step has one of short and one of long texts; packed: texts end to end, without padding, for "
-        "models with accepts_packed.",
+        "pass, and each step has one of short and one of long texts (lengths are declared, or found with a collate "
+        "function that pads); packed: texts end to end, without padding, for models with accepts_packed.",
     )
     balance: bool | Auto = Field(
         default="auto", description="Steps, ranks and micro-batches of nearly equal token counts; auto: for packed."

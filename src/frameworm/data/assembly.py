@@ -141,6 +141,7 @@ def checked_batching(dataset: Any, settings: LoaderSettings, stream: bool) -> Ba
         balance=settings.balances,
         shuffle=settings.shuffle,
         own_sampler=settings.sampler is not None,
+        collate=settings.collate_fn,
     )
     if batching == "packed" and settings.collate_fn is not None:
         raise ConfigError("batching packed: batches come finished, so collate_fn has nothing to do; leave it out")
@@ -220,6 +221,7 @@ def make_sampler(
             settings.seed,
             mixed_lengths=settings.mixed_lengths,
             ranks=world_size,
+            collate=settings.collate_fn,
         ),
     )
 

@@ -49,8 +49,8 @@ class OptimizedDataLoader:
     Made by `create`. Iterating yields this rank's micro-batches of the current epoch. A data set may declare
     `assembles_batches = True` (its `__getitems__` returns a finished batch), `token_lengths` with
     `padded_length(lengths)` (fills the token counts of `step_shape`), and `shards_itself = True` (it already holds
-    only this rank's samples, and an iterable one this worker's). `token_lengths` also serves `batching="bucketed"`, and
-    a method `packing()` `batching="packed"`.
+    only this rank's samples, and an iterable one this worker's). `token_lengths` also serves `batching="bucketed"`,
+    which otherwise finds the lengths with a `collate_fn` that pads, and a method `packing()` `batching="packed"`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, settings: LoaderSettings | None = None) -> None:
@@ -307,6 +307,7 @@ class OptimizedDataLoader:
                 settings.seed,
                 mixed_lengths=settings.mixed_lengths,
                 ranks=placement.world_size,
+                collate=settings.collate_fn,
             )
         self._sampler.skip(self._epoch, samples, arrange)
         self._plan_batches(self._sampler)

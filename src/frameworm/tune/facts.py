@@ -12,7 +12,8 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.batches.counts import token_lengths
-from frameworm.data.batches.equal_samples import UnfitError, look_at_samples
+from frameworm.data.batches.equal_samples import Collate, UnfitError, look_at_samples
+from frameworm.data.batches.found_lengths import look_at_padding
 from frameworm.data.batches.packed import packable, packing_of
 from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.streams import is_stream
@@ -78,7 +79,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
     size, why_not_resident = _equal_samples_bytes(workload)
     return WorkloadFacts(
         accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
-        many_widths=_has_many_widths(data),
+        many_widths=_has_many_widths(data, workload.collate_fn),
         assembles_batches=bool(getattr(data, "assembles_batches", False)),
         resident_bytes=resident_bytes(packing_of(data)) if packs else size,
         why_not_resident=why_not_resident,
@@ -106,8 +107,13 @@ def _equal_samples_bytes(workload: Workload) -> tuple[int | None, str | None]:
         return None, f"the data set {problem}"
 
 
-def _has_many_widths(data: Any) -> bool:
+def _has_many_widths(data: Any, collate: Collate | None) -> bool:
     lengths, base = token_lengths(data), base_of(data)
+    if lengths is None and not is_stream(data) and sample_count(data):
+        try:
+            return bool(look_at_padding(data, collate).places)
+        except UnfitError:
+            return False
     if lengths is None or not len(lengths) or not hasattr(base, "padded_length"):
         return False
     shortest, longest = (base.padded_length(end(lengths, keepdims=True)) for end in (np.min, np.max))

@@ -195,6 +195,19 @@ def test_any_data_of_equal_samples_may_be_resident(data: Any, size: int | None, 
         assert "50% of the device's memory" in (knob.why_not(Context(config, small, facts)) or "")
 
 
+@pytest.mark.parametrize(("pads", "many"), [(True, True), (False, False)])
+def test_a_collate_function_that_pads_shows_many_widths(pads: bool, many: bool) -> None:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True) if pads else torch.cat(samples)
+
+    config = config_of(workload="some.module:function")
+    data = [torch.zeros(1 + length % 9) for length in range(50)]
+    facts = workload_facts(config, Workload(nn.Linear(1, 1), data, collate_fn=collate))
+    assert facts.many_widths is many
+    labels = [candidate.label for candidate in possible(Context(config, H200, facts))]
+    assert ("data.batching=bucketed" in labels) is many
+
+
 def test_gelu_is_tried_where_there_are_layers_of_it_on_a_cpu() -> None:
     quickstart = config_named("quickstart")
     with_gelu = workload_facts(quickstart, build_workload(quickstart))

@@ -9,6 +9,8 @@ from torch.utils.data import Subset
 
 from frameworm.data.batches.arrange import MOST_WIDTHS, balanced, bucketed, widths
 from frameworm.data.batches.counts import token_lengths
+from frameworm.data.batches.equal_samples import Collate, UnfitError
+from frameworm.data.batches.found_lengths import lengths_of
 from frameworm.data.batches.packed import packable
 from frameworm.data.samples.sampling import Arrange, Order
 from frameworm.data.samples.workers import base_of
@@ -17,7 +19,15 @@ from frameworm.errors import ConfigError
 Batching = Literal["padded", "bucketed", "packed"]
 
 
-def batching_of(dataset: Any, batching: Batching, *, balance: bool, shuffle: bool, own_sampler: bool) -> Batching:
+def batching_of(
+    dataset: Any,
+    batching: Batching,
+    *,
+    balance: bool,
+    shuffle: bool,
+    own_sampler: bool,
+    collate: Collate | None = None,
+) -> Batching:
     """How batches will be made; blocks that are all full have nothing to pad, so they are simply stacked.
 
     Args:
@@ -26,6 +36,7 @@ def batching_of(dataset: Any, batching: Batching, *, balance: bool, shuffle: boo
         balance: Whether steps of equal token counts were asked for.
         shuffle: Whether the order may be changed.
         own_sampler: Whether a sampler of the user's own decides the order.
+        collate: Makes a batch of samples; shows their lengths where the data set does not declare them.
 
     Raises:
         ConfigError: The data set or the order does not allow it.
@@ -46,16 +57,18 @@ def batching_of(dataset: Any, batching: Batching, *, balance: bool, shuffle: boo
             f"batching packed: {name} does not say how its samples lie end to end (it has no method packing()); use "
             f"{'bucketed or padded' if token_lengths(dataset) is not None else 'padded'}"
         )
-    if token_lengths(dataset) is None:
-        raise ConfigError(
-            f"{asked}: {name} does not tell the lengths of its samples; give it an attribute token_lengths, or use "
-            "batching padded without balance"
-        )
     if not shuffle and (balance or batching == "bucketed"):
         raise ConfigError(
             f"{asked}: it puts the samples in an order of its own, and shuffle is off; turn shuffle on, or use "
             "batching padded without balance"
         )
+    try:
+        lengths_of(dataset, collate)
+    except UnfitError as error:
+        raise ConfigError(
+            f"{asked}: {name} does not declare the lengths of its samples, and it {error}; give it an attribute "
+            "token_lengths, or use batching padded without balance"
+        ) from error
     return batching
 
 
@@ -68,12 +81,12 @@ def arrangement(
     *,
     mixed_lengths: bool = False,
     ranks: int = 1,
+    collate: Collate | None = None,
 ) -> Arrange | None:
     """What turns an epoch's random order into the one to use; None leaves it as it is."""
     if (not balance and batching != "bucketed") or getattr(base_of(dataset), "blocks_are_full", False):
         return None
-    lengths = token_lengths(dataset)
-    assert lengths is not None
+    lengths = lengths_of(dataset, collate)
     function = balanced if balance else functools.partial(bucketed, mixed=mixed_lengths, ranks=ranks)
     return functools.partial(_arranged, function, lengths, global_batch, seed)
 
