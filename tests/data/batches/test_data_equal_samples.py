@@ -252,7 +252,7 @@ def counting() -> Callable[[int], Tensor]:
         (Samples(lambda index: index if index % 2 else float(index)), None, "differ in shape or type"),
         (Samples(lambda index: torch.tensor([float(index)])), centred, "depends on the other samples"),
         (Samples(lambda index: {"text": "a", "x": index}), None, "hold a"),
-        (Samples(lambda index: {"text": None}), None, "cannot be stacked"),
+        (Samples(lambda index: {"text": None}), None, "cannot be read and stacked"),
         (Samples(lambda index: torch.tensor([1.0], requires_grad=True)), None, "not a plain one"),
         (Samples(lambda index: torch.tensor([index])), lambda samples: torch.stack(samples).t(), "for 16 samples"),
         (Stream(), None, "stream"),
@@ -293,3 +293,29 @@ def test_the_size_follows_from_a_few_samples() -> None:
     assert data.reads < 100
     with pytest.raises(UnfitError, match="draws"):
         look_at_samples(Noisy(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("data", ["tensors", "dicts", "named tuples", "own collate"])
+def test_batches_on_the_gpu(data: str) -> None:
+    dataset, options = DATA[data]
+    ordinary, resident = (
+        create(dataset, 4, seed=7, num_workers=0, epochs=3, resident=on, **options) for on in (False, True)
+    )
+    on_device = CudaDataLoader(resident, "cuda")
+    for epoch, start in ((0, 0), (1, 5), (2, 0)):
+        for loader in (ordinary, resident):
+            loader.set_epoch(epoch)
+            loader.seek(start)
+        found = []
+        for batch in on_device:
+            if not found:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")  # from the second batch on nothing waits for the device
+            found.append(batch)
+        torch.cuda.set_sync_debug_mode("default")
+        assert all(leaf.is_cuda for batch in found for _, leaf in leaves_of(batch))
+        assert all(same_bits(left, right) for left, right in zip(found, ordinary, strict=True))
+        if epoch == 1:
+            on_device.open_ahead(2)

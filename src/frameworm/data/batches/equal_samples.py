@@ -250,7 +250,7 @@ def _kind(sample: Any) -> Any:
 
 
 def _why_not_stacked(error: Exception) -> str:
-    return f"cannot be stacked ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+    return f"cannot be read and stacked ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
 
 
 def _stacked_already(dataset: Any) -> list[Tensor] | None:
