@@ -215,7 +215,8 @@ class Search:
     def _leap(self) -> None:
         """On a GPU all that usually brings much is tried as one change: one trial and one proof instead of one each.
 
-        Where that fails, what is quick to start is tried without the rest; then come the knobs one by one. A step of
+        What cannot be captured so may be with other values, as where the compiler is given more of the model. Where
+        that fails too, what is quick to start is tried without the rest; then come the knobs one by one. A step of
         several passes is left to those: the compiler works for one size of them, which is found first.
         """
         context = self._challenge.context
@@ -224,10 +225,12 @@ class Search:
         steady = [knob for knob in self._knobs.values() if not knob.ordered and knob.why_not(context) is None]
         usual = [knob for knob in steady if knob.gain(context) >= _USUALLY_MUCH]
         usual.sort(key=lambda knob: -knob.gain(context))
-        for chosen in (usual, [knob for knob in usual if not knob.setup_s]):
-            parts = self._parts_of(chosen)
+        for chosen, place in ((usual, 0), (usual, 1), ([knob for knob in usual if not knob.setup_s], 0)):
+            parts = self._parts_of(chosen, place)
             bundle = functools.reduce(together, parts) if len(parts) > 1 else None
             if bundle is None or self._challenge.has_tried(bundle):
+                continue
+            if place and self.result.attempts[-1].failure != "capture_refused":
                 continue
             if self._try_alone(bundle, LEAP, sum(self._start_of(part) for part in parts)):
                 self._leapt = parts
@@ -238,8 +241,8 @@ class Search:
         """Seconds that it usually takes to start."""
         return self._knobs[part.knob].setup_s if part.setup_s is None else part.setup_s
 
-    def _parts_of(self, knobs: Sequence[Knob]) -> list[Candidate]:
-        """The first value of each, as far as they go together."""
+    def _parts_of(self, knobs: Sequence[Knob], place: int) -> list[Candidate]:
+        """The value of each at a place, or its last one, as far as they go together."""
         parts: list[Candidate] = []
         there = self._challenge.context
         for knob in knobs:
@@ -247,8 +250,8 @@ class Search:
             found = in_order(knob, possible, there, self._challenge.best)
             fits = [item for item in found if not self._challenge.needs_check(item) and not there.why_not(item.changes)]
             if fits:
-                there = there.having(apply_changes(there.config, fits[0].changes))
-                parts.append(fits[0])
+                parts.append(fits[min(place, len(fits) - 1)])
+                there = there.having(apply_changes(there.config, parts[-1].changes))
         return parts
 
     def _turn_together(self) -> None:
