@@ -137,6 +137,12 @@ def _batching(config: Config) -> Iterator[Problem]:
 
 
 def _device(config: Config) -> Iterator[Problem]:
+    if config.gpu.padding_free and config.data.batching == "packed":
+        text = "packed batches have no padding to leave out; turn one of them off"
+        yield Problem((key("gpu.padding_free"), key("data.batching")), text)
+    if config.gpu.padding_free and config.parallel.strategy == "dp":
+        text = "dp cuts batches apart by samples, which batches without padding do not allow; use ddp"
+        yield Problem((key("gpu.padding_free"), key("parallel.strategy")), text)
     if config.gpu.device == "cpu":
         if config.parallel.strategy == "dp":
             text = "dp spreads one process over GPUs and gpu.device is cpu; use single or ddp"

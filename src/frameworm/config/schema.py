@@ -360,6 +360,11 @@ class GPUConfig(Section):
         description="Replay the whole step as one CUDA graph per shape of batch; auto tries first whether that agrees "
         "with the eager step and is faster.",
     )
+    padding_free: bool = Field(
+        default=False,
+        description="Leave padding out between the first and the last block of a Hugging Face model, where the batch's "
+        "attention_mask says what is padding; the samples of a step stay the same.",
+    )
     tf32: bool = Field(default=True, description="TensorFloat-32 for fp32 matrix products.")
     channels_last: bool | Auto = Field(
         default="auto", description="Images with channels last; auto: for convolutions in half precision on a GPU."

@@ -98,6 +98,7 @@ class CudaDataLoader:
     Args:
         loader: Any iterable of batches.
         device: Where they are wanted.
+        prepare: Called with every batch before it is copied, or with one that was put together on the device.
 
     Attributes:
         copied_s: Time the host has spent in copies to a GPU since somebody set this to 0. A copy from page-locked
@@ -107,22 +108,35 @@ class CudaDataLoader:
         DeviceError: There is no such GPU.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str | int) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str | int,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.loader: Any = loader
+        self.prepare = prepare
         self.device = _checked(device)
         self.copied_s = 0.0
         self._stream: torch.cuda.Stream | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        in_chunks = getattr(self.loader, "in_chunks", False)
-        if self.device.type == "cuda":
-            return self._chunks_ahead() if in_chunks else self._to_gpu(iter(self.loader))
-        if in_chunks:
+        prepared = self._prepared
+        if getattr(self.loader, "in_chunks", False):
+            if self.device.type == "cuda":
+                return prepared(self._chunks_ahead())
             chunks = (move_batch(chunk, self.device) for chunk in self.loader.chunks(self.device))
-            return (batch for chunk in chunks for batch in self.loader.batches_of(chunk))
+            return prepared(batch for chunk in chunks for batch in self.loader.batches_of(chunk))
+        # The loader's iterator is made at once: making it may draw random numbers.
+        batches = prepared(iter(self.loader))
+        if self.device.type == "cuda":
+            return self._to_gpu(batches)
         if self.device.type == "cpu":
-            return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in self.loader)
-        return (move_batch(batch, self.device) for batch in self.loader)
+            return (batch if _lies_on_host(batch) else move_batch(batch, self.device) for batch in batches)
+        return (move_batch(batch, self.device) for batch in batches)
+
+    def _prepared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self.prepare is None else map(self.prepare, batches)
 
     def __len__(self) -> int:
         return len(self.loader)

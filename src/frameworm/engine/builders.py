@@ -32,6 +32,7 @@ from frameworm.engine.memory.dry_run import DryRun
 from frameworm.engine.memory.guard import MemoryGuard, make_guard
 from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler
+from frameworm.engine.model.padding_free import ModelAttention
 from frameworm.engine.model.precision import wants_channels_last
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.engine.optim.schedule import AnySchedule
@@ -70,12 +71,14 @@ class PreparedModel:
     Attributes:
         wrapped: What the step calls; the model itself, or the strategy's wrapper around it.
         recorder: Records steps as graphs; None: steps run eagerly.
+        attention: To be entered while the model trains.
     """
 
     wrapped: nn.Module
     compiler: Compiler
     recorder: GraphRecorder | None
     capture_note: str | None
+    attention: ModelAttention
 
 
 def prepare_model(job: Job) -> PreparedModel:
@@ -92,7 +95,8 @@ def prepare_model(job: Job) -> PreparedModel:
     job.optimizer = strategy.shard_optimizer(job.optimizer)
     compiler = Compiler(config.gpu, captured=recorder is not None)
     compiler.apply(job.model)
-    return PreparedModel(wrapped, compiler, recorder, note)
+    attention = ModelAttention(job.model, job.padding, captured=recorder is not None)
+    return PreparedModel(wrapped, compiler, recorder, note, attention)
 
 
 @dataclass
@@ -119,6 +123,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     total_steps = job.total_steps
     schedule = job.make_schedule(total_steps)
     loss_function = LossFunction(job.model, job.loss_fn, config.training.accuracy)
+    loss_function.first_look = prepared.attention.check
     update = Update(
         [item for _, item in strategy.named_parameters(job.model)],
         job.optimizer,

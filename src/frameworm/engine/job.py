@@ -15,12 +15,14 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
+from frameworm.data.batches.real_tokens import PaddingPlanner
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.experiment import describe_experiment
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
 from frameworm.engine.model.loss_parts import find_beside, untrained_note
+from frameworm.engine.model.padding_free import widest_input
 from frameworm.engine.model.precision import Precision, apply_backend_flags
 from frameworm.engine.model.processors import apply_processors
 from frameworm.engine.model.randomness import seed_everything
@@ -61,6 +63,7 @@ class Job:
     advise: Advise | None = None  # settings that would fit, asked when memory has run out
     gate: Gate | None = None  # stands before every step
     beside: Beside = field(default_factory=Beside)  # what trains beside the model: parameters of the loss
+    padding: PaddingPlanner | None = None  # says of every batch which tokens are padding, to leave them out
 
     @property
     def total_steps(self) -> int | None:
@@ -159,6 +162,10 @@ def build_job(config: Config, given: Ingredients) -> Job:
         for text in notes:
             log.info("%s", text)
     show = config.observe.progress
+    padding = None
+    if config.gpu.padding_free:
+        few = config.gpu.capture != "off" or config.gpu.compile_model
+        padding = PaddingPlanner(widen=few, widest=widest_input(given.model), pin=device.type == "cuda")
     return Job(
         config=config,
         model=given.model,
@@ -169,7 +176,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         precision=precision,
         batch=Batch(micro, accumulation, process.world_size, global_batch),
         train=StepSource(
-            CudaDataLoader(loader, device),
+            CudaDataLoader(loader, device, padding),
             accumulation=accumulation,
             rank=process.rank,
             world_size=process.world_size,
@@ -194,6 +201,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         advise=given.advise,
         gate=given.gate,
         beside=beside,
+        padding=padding,
     )
 
 

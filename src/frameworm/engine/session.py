@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -114,8 +115,12 @@ class TrainingSession:
             TrainingPreemptedError: SIGTERM, after the state was saved.
         """
         # Signals are caught to the end: who stops a run that is writing its results down must not take them from it.
-        protection, compiler = self._protection, self._model.compiler
-        with not_world_writable(), protection.watchdog, protection.request, compiler.eager_if_it_fails():
+        protection, model = self._protection, self._model
+        with contextlib.ExitStack() as around:
+            for part in (not_world_writable(), protection.watchdog, protection.request):
+                around.enter_context(part)
+            around.enter_context(model.compiler.eager_if_it_fails())
+            around.enter_context(model.attention)
             return self._run()
 
     def _run(self) -> RunRecord:
@@ -304,7 +309,7 @@ class TrainingSession:
         self._notes.append(unread)
         writer_notes = output.run.close()
         self.record.compilation = self._model.compiler.record()
-        self._notes.append(self._model.compiler.note)
+        self._notes += [self._model.compiler.note, self._model.attention.note]
         if isinstance(parts.step, CapturedStep):
             self.record.captured_steps = parts.step.captured_steps
             self._notes.append(parts.step.note)

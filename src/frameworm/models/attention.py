@@ -57,6 +57,57 @@ def packed_attention(
     return _padded_attention(query, key, value, offsets, max_length, causal)
 
 
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    max_length: int,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As `packed_attention`, for the attention of models of others.
+
+    Args:
+        query: [tokens, heads, width of a head]; `key` and `value` may have fewer heads, each for a group of them.
+        offsets: As in `packed_attention`.
+        max_length: No sequence is longer.
+        causal: A token sees only itself and those before it.
+        dropout: Share of the attention weights to drop.
+        scale: Of the scores; None: one by the root of a head's width.
+        window: A token sees those that are fewer than so many tokens away; None: all.
+
+    Returns:
+        [tokens, heads, width of a head].
+    """
+    if _fits_flash(query) and value.shape == key.shape and flash_allowed():
+        side = -1 if window is None else window - 1
+        # What `varlen_attn` calls, which has no dropout; its gradient and its random state under capture are torch's.
+        mixed: Tensor = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            offsets,
+            offsets,
+            max_length,
+            max_length,
+            dropout,
+            causal,
+            False,
+            scale=scale,
+            window_size_left=side,
+            window_size_right=0 if causal else side,
+        )[0]
+        return mixed
+    groups = query.size(1) // key.size(1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return _padded_attention(query, key, value, offsets, max_length, causal, dropout, scale, window)
+
+
 def packed_self_attention(heads: Tensor, offsets: Tensor, max_length: int, causal: bool = False) -> Tensor:
     """The same for queries, keys and values that lie side by side: [tokens, 3, heads, width of a head]."""
     if _may_look(offsets):
@@ -93,10 +144,18 @@ def _takes_is_causal() -> bool:
 
 
 def _padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_length: int, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    max_length: int,
+    causal: bool,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The same on one row per sequence, filled up to `max_length`."""
-    tokens, heads, width = query.shape
+    tokens, heads = query.shape[:2]
     within = torch.arange(max_length, device=query.device)
     starts, ends = offsets[:-1].long(), offsets[1:].long()
     places = starts.unsqueeze(1) + within
@@ -104,15 +163,19 @@ def _padded_attention(
     attended = ((places < ends.unsqueeze(1)) | (within == 0))[:, None, None, :]
     if causal:
         attended = attended & (within.unsqueeze(1) >= within)
+    if window is not None:
+        attended = attended & ((within.unsqueeze(1) - within).abs() < window)
     rows = places.clamp(max=tokens - 1).flatten()
 
     def padded(packed: Tensor) -> Tensor:
-        return packed.index_select(0, rows).view(-1, max_length, heads, width).transpose(1, 2)
+        return packed.index_select(0, rows).view(-1, max_length, heads, packed.size(2)).transpose(1, 2)
 
-    mixed = F.scaled_dot_product_attention(padded(query), padded(key), padded(value), attn_mask=attended)
+    mixed = F.scaled_dot_product_attention(
+        padded(query), padded(key), padded(value), attn_mask=attended, dropout_p=dropout, scale=scale
+    )
     sequence = sequence_of_tokens(offsets, tokens)
     back = sequence * max_length + torch.arange(tokens, device=query.device) - starts.index_select(0, sequence)
-    return mixed.transpose(1, 2).reshape(-1, heads, width).index_select(0, back)
+    return mixed.transpose(1, 2).reshape(-1, heads, value.size(2)).index_select(0, back)
 
 
 def sequence_of_tokens(offsets: Tensor, tokens: int) -> Tensor:

@@ -22,6 +22,12 @@ _DROPPING = (
     "dropout3d",
 )
 _attention = functional.scaled_dot_product_attention
+_switched_off: list[DropoutOff] = []
+
+
+def dropout_is_off() -> bool:
+    """Whether a comparison has switched dropout off; for kernels of ours, which draw it themselves."""
+    return bool(_switched_off)
 
 
 class DropoutOff:
@@ -39,6 +45,7 @@ class DropoutOff:
 
     def start(self) -> None:
         """Switch it off, until `stop`."""
+        _switched_off.append(self)
         for holder, name, replacement in list(_held()):
             self._patches.enter_context(mock.patch.object(holder, name, replacement))
         for layer, _ in self._layers:
@@ -46,6 +53,8 @@ class DropoutOff:
 
     def stop(self) -> None:
         """Put everything back."""
+        if self in _switched_off:
+            _switched_off.remove(self)
         self._patches.close()
         for layer, share in self._layers:
             layer.dropout = share

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from frameworm.config.schema import Config
 from frameworm.data.batches.counts import token_lengths
 from frameworm.data.batches.equal_samples import Collate, UnfitError, look_at_samples
 from frameworm.data.batches.found_lengths import look_at_padding
 from frameworm.data.batches.packed import packable, packing_of
+from frameworm.data.batches.real_tokens import MASK, why_unsuitable
 from frameworm.data.batches.resident import resident_bytes
 from frameworm.data.samples.streams import is_stream
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
 from frameworm.engine.model.activations import find_layers, find_repeated_blocks
 from frameworm.engine.model.fused_head import find_heads
+from frameworm.engine.model.padding_free import switchable
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
@@ -92,8 +95,25 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
+        padding_share=_padding_share(config, workload),
         automatic_workers=automatic_workers(data, world_size),
     )
+
+
+def _padding_share(config: Config, workload: Workload) -> float | None:
+    """Padding in a batch of the first samples; None where nothing says what padding is, or the model needs it."""
+    data, model = workload.train_data, workload.model
+    if not switchable(model) or not find_repeated_blocks(model) or sample_count(data) is None:
+        return None
+    try:
+        rows = [data[place] for place in range(min(_micro_batch(config), len(data)))]
+        batch = (workload.collate_fn or default_collate)(rows)
+    except Exception as error:  # a ready loader, or samples that only the loader of a run can read
+        log.debug("no batch to look for padding in: %s", error)
+        return None
+    if why_unsuitable(batch) is not None:
+        return None
+    return float((batch[MASK] == 0).double().mean())
 
 
 def _equal_samples_bytes(workload: Workload) -> tuple[int | None, str | None]:

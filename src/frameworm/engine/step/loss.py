@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frameworm.data.batches.sizes import TARGET_KEYS
+from frameworm.engine.model.padding_free import is_planned, take_plan
 from frameworm.engine.step.accuracy import IGNORED_TARGET, ClassLosses, class_dimensions, right_answers
 from frameworm.errors import FramewormError, LossError
 
@@ -62,6 +63,7 @@ class LossFunction:
 
     Attributes:
         notes: What the summary has to say about the loss.
+        first_look: Called once, with the first batch that is to be computed without padding and what computes a loss.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class LossFunction:
         self._scoring: tuple[int, int] | None = None  # dimension of the classes, target that does not count
         self._asked_for_scoring = not self.may_score
         self.notes: list[str] = []
+        self.first_look: Callable[[Any, Callable[[Any], torch.Tensor]], None] | None = None
         if accuracy is True and self._takes_model:
             raise LossError(
                 "accuracy=True needs to see the model's output: write loss_fn(output, target) instead of "
@@ -99,6 +102,10 @@ class LossFunction:
 
     def __call__(self, model: nn.Module, batch: Any) -> Computed:
         """Loss of a batch; `model` is the module to call, which may be wrapped."""
+        if self.first_look is not None and is_planned(batch):
+            look, self.first_look = self.first_look, None
+            look(batch, lambda given: self(self._model, given).loss)
+        batch = take_plan(batch)
         if self._way is None:
             self._way = self._find_way(batch)
             if self._loss_fn is None and self._most == 1 and not isinstance(batch, torch.Tensor):

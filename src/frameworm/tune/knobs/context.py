@@ -47,6 +47,7 @@ class WorkloadFacts:
     parameter_bytes: int | None = None
     has_validation: bool = False
     validation_samples: int | None = None
+    padding_share: float | None = None  # of a batch's tokens, where the model may be able to leave them out
     automatic_workers: int | None = None  # loader processes where the config leaves them open
 
 

@@ -12,6 +12,7 @@ from frameworm.tune.knobs.context import Context
 
 # However many blocks there are, one is compiled.
 _BLOCK_SETUP_S = 5.0
+_LITTLE_PADDING = 0.05
 
 
 def _gpu_only(context: Context) -> bool | str:
@@ -102,6 +103,21 @@ def _flash_values(context: Context) -> list[Any]:
     if context.config.data.batching == "packed":
         found = []  # cuDNN's know no texts that lie end to end
     return [*found, "auto"] if context.resolved.gpu.use_flash_attention is False else found
+
+
+def _padding_applies(context: Context) -> bool | str:
+    share = context.workload.padding_share
+    if share is None:
+        return "no Hugging Face model with an attention_mask in its batches"
+    if context.resolved.parallel.strategy == "dp":
+        return "not with strategy dp"
+    return share > _LITTLE_PADDING or "there is hardly any padding"
+
+
+def _padding_gain(context: Context) -> float:
+    """What is left out is not computed; embeddings and the head stay padded."""
+    share = context.workload.padding_share or 0.0
+    return 0.8 * share / max(1 - share, 0.1)
 
 
 def _channels_applies(context: Context) -> bool | str:
@@ -207,7 +223,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         "rounding",
         ("host_bound", "small_batch", "sync_stall"),
         expected_gain=0.5,
-        partners=("compile", "batching"),
+        partners=("compile", "batching", "padding_free"),
     ),
     Knob(
         "fused_optimizer",
@@ -229,6 +245,17 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         # Hardly a model has both.
         expected_gain=lambda context: 0.0 if context.workload.has_convolutions else 0.03,
         partners=("batching",),
+    ),
+    Knob(
+        "padding_free",
+        ("gpu.padding_free",),
+        "Leave padding out between the first and the last block of the model.",
+        lambda context: [True],
+        _padding_applies,
+        "rounding",
+        ("padding_waste", "compute_bound"),
+        expected_gain=_padding_gain,
+        partners=("capture", "compile"),
     ),
     Knob(
         "cudnn_benchmark",

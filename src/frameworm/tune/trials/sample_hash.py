@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from frameworm.data.batches.packed import IGNORED_LABEL
+from frameworm.data.batches.real_tokens import PLAN
 from frameworm.data.prefetch import tensors_in
 
 _MODULUS = 2**64
@@ -39,6 +40,7 @@ def add_hashes(hashes: Sequence[int | None]) -> int | None:
 
 def _samples_of(batch: Any) -> list[list[NDArray[Any]]] | None:
     if isinstance(batch, Mapping):
+        batch = {name: item for name, item in batch.items() if name != PLAN}
         keys = set(batch)
         if keys == {"labels", "input_ids", "positions", "offsets"}:
             return _packed(batch)

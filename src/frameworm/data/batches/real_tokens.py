@@ -1,0 +1,173 @@
+"""Where the real tokens of a padded batch are, found on the host before the batch travels.
+
+A model that leaves padding out needs to know how many tokens are left before it can be called, and asking the device
+would make the host wait. So a batch takes along, under the key `PLAN`:
+
+- `places` int64 [T]: the real tokens' places in the batch seen as one row of B x W tokens; B x W where the capacity T
+  is not used up.
+- `back` int64 [B x W]: where in the T tokens each place of the batch went; T for padding.
+- `offsets` int32 [S + 1]: the borders of the samples among the T tokens; unused capacity follows, cut into sequences
+  of at most W.
+- `length` int: no sequence is longer; it is W.
+
+Capacities and widths are few, so that a graph can be captured for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from frameworm.data.batches.packed import IGNORED_LABEL, spare_sequences
+from frameworm.data.batches.sizes import TARGET_KEYS
+from frameworm.errors import ConfigError
+
+PLAN = "frameworm_real_tokens"
+MASK = "attention_mask"
+_CAPACITIES = 32  # of a full batch: capacities are multiples of this part of it
+_UNIT = 64  # tokens; matrix units work in such steps
+_SMALLEST_WIDTH_STEP = 8
+
+
+class PaddingPlanner:
+    """Adds to every batch where its real tokens are.
+
+    Args:
+        widen: Pad batches on to one of a few widths, where their parts allow it.
+        widest: No batch is made wider than this; None: no limit.
+        pin: Put what is added in page-locked memory.
+
+    Attributes:
+        first_width: Width of the first batch as it came.
+    """
+
+    def __init__(self, *, widen: bool, widest: int | None = None, pin: bool = False) -> None:
+        self._widen = widen
+        self._widest = widest
+        self._pin = pin
+        self.first_width: int | None = None
+        self._batches = self._planned = self._tokens = self._computed = 0
+
+    @property
+    def note(self) -> str | None:
+        """How much padding was left out, for the summary."""
+        if not self._planned:
+            return None
+        left_out = 1 - self._computed / self._tokens
+        text = f"gpu.padding_free: {left_out:.0%} of the tokens were padding and were left out"
+        rest = self._batches - self._planned
+        return f"{text}; {rest} of {self._batches} batches ran padded" if rest else text
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with its plan; one whose mask has gaps stays as it is.
+
+        Raises:
+            ConfigError: The first batch has no mask that says what is padding.
+        """
+        problem = why_unsuitable(batch)
+        self._batches += 1
+        if problem is not None:
+            if self._batches == 1:
+                raise ConfigError(f"gpu.padding_free: {problem}")
+            return batch
+        mask = batch[MASK]
+        real = mask.cpu().numpy() != 0
+        rows, width = real.shape
+        self.first_width = self.first_width or width
+        self._tokens += rows * width
+        if self._widen:
+            wider = few_widths(width, self._widest)
+            batch = widened(batch, wider) or batch
+            width = batch[MASK].shape[1]
+        plan = make_plan(real, width, pin=self._pin)
+        self._planned += 1
+        self._computed += len(plan["places"])
+        return {**batch, PLAN: plan}
+
+
+def why_unsuitable(batch: Any) -> str | None:
+    """Why the padding of a batch cannot be left out; None: it can."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor):
+        return f"batches must be dicts with a tensor {MASK} that says which tokens are padding"
+    if mask.dim() != 2 or mask.is_floating_point() or mask.is_complex() or not mask.numel():
+        kind = str(mask.dtype).removeprefix("torch.")
+        return f"{MASK} is a {kind} tensor of shape {tuple(mask.shape)}; it must be [samples, tokens] of 1 and 0"
+    values = mask.cpu().numpy()
+    if mask.dtype != torch.bool and (values.min() < 0 or values.max() > 1):
+        return f"{MASK} holds other numbers than 1 and 0"
+    # More than one stretch of real tokens in a sample: a window of attention would count the gap.
+    begins = np.count_nonzero(np.diff(values.astype(np.int8), axis=1, prepend=0) == 1, axis=1)
+    return f"{MASK} has padding between the tokens of a sample" if begins.max() > 1 else None
+
+
+def few_widths(longest: int, widest: int | None = None) -> int:
+    """The next of four widths per power of two; no wider than `widest`, unless the batch is."""
+    step = max(_SMALLEST_WIDTH_STEP, 1 << max(0, (longest - 1).bit_length() - 3))
+    wider = -(-longest // step) * step
+    return wider if widest is None else max(longest, min(wider, widest))
+
+
+def widened(batch: Mapping[str, Any], width: int) -> dict[str, Any] | None:
+    """The batch padded on to a width; None where a part of it cannot be.
+
+    Parts of shape [samples, tokens, ...] are filled up with zeros, targets with what losses ignore. That they do is
+    seen by the padding that targets already have.
+    """
+    mask: torch.Tensor = batch[MASK]
+    rows, present = mask.shape
+    found = dict(batch)
+    for name, item in batch.items():
+        if not isinstance(item, torch.Tensor) or item.dim() < 2:
+            continue
+        if present in item.shape[2:]:
+            return None
+        if item.shape[:2] != (rows, present) or width == present:
+            continue
+        fill = 0
+        if name in TARGET_KEYS:
+            ignored = item[mask == 0] == IGNORED_LABEL
+            if item.is_floating_point() or not ignored.numel() or not bool(ignored.all()):
+                return None
+            fill = IGNORED_LABEL
+        found[name] = F.pad(item, (0, 0) * (item.dim() - 2) + (0, width - present), value=fill)
+    return found
+
+
+def cut_back(batch: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """A batch without its plan, and as wide as it was before it was widened."""
+    shape = batch[MASK].shape
+    return {
+        name: item[:, :width].contiguous() if isinstance(item, torch.Tensor) and item.shape[:2] == shape else item
+        for name, item in batch.items()
+        if name != PLAN
+    }
+
+
+def make_plan(real: NDArray[np.bool_], width: int, *, pin: bool = False) -> dict[str, Any]:
+    """The plan of a batch from which of its tokens are real; `width` is that of the batch, which may be wider."""
+    rows, columns = np.nonzero(real)
+    samples, tokens = len(real), len(rows)
+    places = rows * width + columns
+    everything = samples * width
+    unit = -(-everything // (_CAPACITIES * _UNIT)) * _UNIT
+    capacity = max(1, -(-tokens // unit)) * unit
+    if capacity == width:
+        capacity += unit  # or a row of tokens would look like a batch of one sample
+    spare = spare_sequences(capacity, width)
+    plan = {
+        "places": torch.full((capacity,), everything, pin_memory=pin),
+        "back": torch.full((everything,), capacity, pin_memory=pin),
+        "offsets": torch.zeros(samples + spare + 1, dtype=torch.int32, pin_memory=pin),
+    }
+    plan["places"].numpy()[:tokens] = places
+    plan["back"].numpy()[places] = np.arange(tokens)
+    offsets = plan["offsets"].numpy()
+    np.cumsum(np.count_nonzero(real, axis=1), out=offsets[1 : samples + 1])
+    offsets[samples + 1 :] = np.minimum(tokens + np.arange(1, spare + 1) * width, capacity)
+    return {**plan, "length": width}

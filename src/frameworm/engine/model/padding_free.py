@@ -1,0 +1,492 @@
+"""Attention of Hugging Face models as a run needs it: without padding, and without making the host wait.
+
+transformers lets a model compute attention, and make masks, by functions that are registered under a name. Ours are
+registered when a run needs them, the model is switched to them while the run lasts, and back when it ends.
+
+- A captured step must not ask the device whether a mask hides anything, as transformers does to leave masks out. Our
+  mask is always made.
+- `gpu.padding_free`: before the first of the blocks that a model repeats, hidden states [B, W, ...] are gathered into
+  one row [1, T, ...] of real tokens (`data.batches.real_tokens`), and scattered back after the last. Between them all
+  is done token by token but attention, which is told where each sample ends.
+
+The first batch is computed both ways before anything is trained. A model that gives another loss, or whose loss depends
+on what its blocks make of padding, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from frameworm.data.batches.real_tokens import MASK, PLAN, PaddingPlanner, cut_back
+from frameworm.engine.model.activations import find_repeated_blocks
+from frameworm.engine.model.modes import restore_modes, start_evaluation
+from frameworm.engine.model.precision import allow_tf32
+from frameworm.engine.model.randomness import random_state, restore_random_state
+from frameworm.errors import ConfigError
+from frameworm.models.attention import varlen_attention
+from frameworm.numerics.dropout import dropout_is_off
+
+NAME = "frameworm"
+_SETTING = "_attn_implementation_internal"
+_UNPACKS = "_frameworm_unpacks"
+_PADDING_COUNTS = (
+    "its loss depends on what its blocks make of padding, as with targets of padding that are not -100, or where a "
+    "sample is judged by a token that is padding"
+)
+_NOT_OFFERED = ("softcap", "s_aux", "position_bias", "head_mask")
+# By how much two losses may differ that are computed in different orders, relative to the loss.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_COARSE_TOLERANCE = 0.02
+
+
+class _Plan(NamedTuple):
+    """Where the real tokens of a batch are; see `data.batches.real_tokens`."""
+
+    places: Tensor
+    back: Tensor
+    offsets: Tensor
+    length: int
+    rows: int
+    width: int
+
+
+class _RefusalError(Exception):
+    """Why a model cannot go without padding."""
+
+
+# Every call of a block: the block, the tensors it was given, and those that it returned.
+_Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
+
+
+class _State:
+    """What the functions that transformers calls must know of the batch at hand."""
+
+    plan: _Plan | None = None
+    adds_mask = False  # where a batch has none, so that nobody looks for packed sequences in its positions
+    added = False
+    calls: list[nn.Module] | None = None
+    seen: _Calls | None = None
+
+
+_state = _State()
+
+
+def take_plan(batch: Any) -> Any:
+    """The batch as the model takes it; where its real tokens are is kept for the model's attention and blocks."""
+    _state.plan = None
+    if not isinstance(batch, Mapping):
+        return batch
+    plan = batch.get(PLAN)
+    if plan is not None:
+        _state.plan = _Plan(*(plan[name] for name in ("places", "back", "offsets", "length")), *batch[MASK].shape)
+        return {name: item for name, item in batch.items() if name != PLAN}
+    _state.added = False
+    if _state.adds_mask and batch.keys().isdisjoint((MASK, "position_ids")):
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2:
+            _state.added = True
+            return {**batch, MASK: torch.ones_like(ids)}
+    return batch
+
+
+def is_planned(batch: Any) -> bool:
+    """Whether a batch brings along where its real tokens are."""
+    return isinstance(batch, Mapping) and PLAN in batch
+
+
+def switchable(model: nn.Module) -> list[nn.Module]:
+    """The outermost parts of a model that let their attention be chosen."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and callable(getattr(module, "set_attn_implementation", None)):
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def widest_input(model: nn.Module) -> int | None:
+    """The most tokens of a sample that a model has positions for; None where it does not say."""
+    limits = [getattr(getattr(part, "config", None), "max_position_embeddings", None) for part in switchable(model)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+class ModelAttention:
+    """While it is entered, a model's attention is ours; afterwards everything is as it was.
+
+    Args:
+        model: Placed and wrapped, but not called yet.
+        planner: Plans the batches of a run without padding; None: batches stay padded.
+        captured: The step is recorded, so nothing may wait for the device.
+
+    Attributes:
+        note: What was changed, for the summary.
+    """
+
+    def __init__(self, model: nn.Module, planner: PaddingPlanner | None, *, captured: bool) -> None:
+        self._model = model
+        self._planner = planner
+        self._captured = captured
+        self._configs: list[tuple[Any, Any]] = []
+        self._blocks: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._switched = False
+
+    @property
+    def note(self) -> str | None:
+        """What was changed, for the summary."""
+        if self._planner is not None:
+            return self._planner.note
+        if not self._switched:
+            return None
+        return "attention masks were made without asking the device for values, so that the step could be captured"
+
+    def __enter__(self) -> ModelAttention:
+        if self._planner is not None:
+            self._switch(switchable(self._model))
+        elif self._captured:
+            # Other implementations than sdpa make their masks without looking, or cannot be replaced by it.
+            self._switch([part for part in switchable(self._model) if _chosen(part) == "sdpa"])
+        _state.adds_mask = self._switched and self._planner is None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def check(self, batch: Any, compute: Callable[[Any], Tensor]) -> None:
+        """Compute the first batch padded and without padding, and put the blocks' changes in place.
+
+        Args:
+            batch: With its plan.
+            compute: The loss of a batch by the unwrapped model.
+
+        Raises:
+            ConfigError: The model cannot go without padding; the message says why.
+        """
+        assert self._planner is not None
+        assert self._planner.first_width is not None
+        blocks = find_repeated_blocks(self._model)
+        if not self._switched:
+            raise ConfigError(_refused("its attention cannot be chosen as transformers' models let one do"))
+        if not blocks:
+            raise ConfigError(_refused("it repeats no block"))
+        for block in blocks:
+            self._blocks.append((block, type(block)))
+            block.__class__ = _packing(type(block))
+        reason = ""
+        with _as_it_is(self._model, batch[MASK].device):
+            padded = cut_back(batch, self._planner.first_width)
+            expected, seen = self._observe(padded, compute)
+            if any(_counts_padding(expected, outputs, padded[MASK]) for _, _, outputs in seen):
+                raise ConfigError(_refused(_PADDING_COUNTS))
+            expected = expected.detach()
+            dtypes = {expected.dtype, *(item.dtype for block in blocks for item in block.parameters())}
+            tolerance = max(_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes)
+            for ends in (_chain_ends(seen), set(blocks)):
+                for block in blocks:
+                    setattr(block, _UNPACKS, block in ends)
+                calls: list[nn.Module] = []
+                _state.calls = calls
+                try:
+                    with torch.no_grad():
+                        found = compute(batch)
+                except Exception as error:  # whatever a model does that needs its tokens in rows
+                    text = str(error).strip().partition("\n")[0]
+                    reason = text if isinstance(error, _RefusalError) else f"{type(error).__name__}: {text}"
+                    continue
+                finally:
+                    _state.calls = None
+                if not calls:
+                    reason = "its attention does not go through transformers' attention interface"
+                elif torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+                    return
+                else:
+                    reason = f"the loss of the first batch is {float(found):.6g} instead of {float(expected):.6g}"
+        raise ConfigError(_refused(reason))
+
+    def _observe(self, batch: Any, compute: Callable[[Any], Tensor]) -> tuple[Tensor, _Calls]:
+        """The loss of the padded batch, and the calls of the blocks; its gradient goes back to their outputs."""
+        _state.seen = []
+        try:
+            with torch.enable_grad():
+                return compute(batch), _state.seen
+        except _RefusalError as error:
+            raise ConfigError(_refused(str(error))) from None
+        finally:
+            _state.seen = None
+
+    def _switch(self, parts: list[nn.Module]) -> None:
+        """Let parts of the model compute attention by our functions."""
+        if not parts:
+            return
+        _register()
+        for config in _configs_of(parts):
+            self._configs.append((config, vars(config)[_SETTING]))
+        for part in parts:
+            part.set_attn_implementation(NAME)  # type: ignore[operator]
+        self._switched = all(_chosen(part) == NAME for part in parts)
+        if not self._switched:
+            self._restore()
+
+    def _restore(self) -> None:
+        _state.plan, _state.adds_mask, _state.seen = None, False, None
+        for config, chosen in self._configs:
+            setattr(config, _SETTING, chosen)
+        for block, kind in self._blocks:
+            block.__class__ = kind
+            vars(block).pop(_UNPACKS, None)
+        self._configs, self._blocks = [], []
+
+
+def _refused(reason: str) -> str:
+    return f"gpu.padding_free: this model cannot leave padding out: {reason}; turn gpu.padding_free off"
+
+
+def _chosen(part: nn.Module) -> Any:
+    return getattr(part.config, "_attn_implementation", None)
+
+
+def _configs_of(parts: list[nn.Module]) -> list[Any]:
+    """Every config object that says how attention is computed, those inside of others too."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for part in parts for module in part.modules()]
+    while waiting:
+        config = waiting.pop()
+        if _SETTING in getattr(config, "__dict__", {}) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside it the model computes in its own precision, eagerly, without dropout, and nothing of it changes."""
+    modes, random = start_evaluation([model]), random_state(device)
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    try:
+        with torch.autocast(device.type, enabled=False), allow_tf32(False), stance:
+            yield
+    finally:
+        restore_modes(modes)
+        restore_random_state(random, device)
+
+
+def _counts_padding(loss: Tensor, outputs: list[Tensor], mask: Tensor) -> bool:
+    """Whether a loss depends on what a block returns for padding."""
+    leaves = [item for item in outputs if item.requires_grad]
+    if not leaves or not loss.requires_grad:
+        return False
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return any(bool(item[mask == 0].any()) for item in gradients if item is not None)
+
+
+def _chain_ends(seen: _Calls) -> set[nn.Module]:
+    """The blocks whose output does not go straight into the next one, or that are called more than once."""
+    ends = set()
+    called: set[nn.Module] = set()
+    for place, (block, _, outputs) in enumerate(seen):
+        following = seen[place + 1][1] if place + 1 < len(seen) else []
+        goes_on = any(one is other for one in outputs for other in following)
+        if not goes_on or block in called:
+            ends.add(block)
+        called.add(block)
+    return ends
+
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _packing(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a block's class that takes padded or packed tokens, and computes on packed ones."""
+    if base in _made:
+        return _made[base]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plan = _state.plan
+        if _state.seen is not None:
+            with torch.no_grad():
+                result = _leaves(base.forward(self, *args, **kwargs))
+            _state.seen.append((self, _tensors(args) + _tensors(kwargs), _tensors(result)))
+            return result
+        if plan is None:
+            return base.forward(self, *args, **kwargs)
+        result = base.forward(self, *_packed(args, plan), **_packed(kwargs, plan))
+        return _unpacked(result, plan) if getattr(self, _UNPACKS) else result
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    _made[base] = made = type(base.__name__, (base,), {**names, "forward": forward})
+    return made
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    parts = item.values() if isinstance(item, dict) else item if isinstance(item, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _leaves(item: Any) -> Any:
+    """What a block returned, as the beginning of a graph."""
+    if isinstance(item, Tensor):
+        return item.detach().requires_grad_(item.is_floating_point())
+    return _like(item, _leaves)
+
+
+def _packed(item: Any, plan: _Plan) -> Any:
+    """Whatever a block is given, with everything that is there per token in one row of real tokens."""
+    if isinstance(item, Tensor):
+        if item.shape[:2] == (plan.rows, plan.width):
+            return _moved(item.flatten(0, 1), plan.places.clamp(max=plan.rows * plan.width - 1), plan.back)[None]
+        if item.shape[:2] == (1, plan.width):  # the same for all samples, such as positions
+            return item[0].index_select(0, plan.places % plan.width).unsqueeze(0)
+        return item
+    return _like(item, lambda part: _packed(part, plan))
+
+
+def _unpacked(item: Any, plan: _Plan) -> Any:
+    """What a block returns, in rows of samples; padding is zero."""
+    if isinstance(item, Tensor):
+        if item.shape[:2] != (1, plan.places.shape[0]):
+            return item
+        return _moved(item.squeeze(0), plan.back, plan.places).unflatten(0, (plan.rows, plan.width))
+    return _like(item, lambda part: _unpacked(part, plan))
+
+
+def _like(item: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain container with its parts changed; other objects stay as they are."""
+    if type(item) is tuple or type(item) is list:
+        return type(item)(change(part) for part in item)
+    if type(item) is dict:
+        return {name: change(part) for name, part in item.items()}
+    return item
+
+
+class _Moved(torch.autograd.Function):
+    """Rows taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
+
+    Each row goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        """Take the rows."""
+        ctx.save_for_backward(back)
+        return _taken(rows, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Each row's gradient from the place where it went."""
+        return _taken(gradient, ctx.saved_tensors[0]), None, None
+
+
+def _moved(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _taken(rows: Tensor, there: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, there)
+
+
+def _register() -> None:
+    """Make our functions known to transformers, which the model's own code has imported."""
+    from transformers import AttentionInterface  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    AttentionInterface.register(NAME, attend)
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is not None:
+        masks.AttentionMaskInterface.register(NAME, make_mask)
+
+
+def make_mask(*args: Any, **given: Any) -> Any:
+    """The mask of a batch, made as for torch's attention but without looking at values; None without padding.
+
+    Args:
+        *args: As transformers calls such functions.
+        **given: Likewise.
+    """
+    from transformers.masking_utils import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        ALL_MASK_ATTENTION_FUNCTIONS,
+    )
+
+    plan = _state.plan
+    if plan is not None:
+        window = given.get("local_size")
+        if given.get("use_vmap"):
+            raise _RefusalError("it has an attention mask of its own kind")
+        if window is not None and window < plan.width and window != getattr(given["config"], "sliding_window", None):
+            raise _RefusalError("its attention is local in another way than by a sliding window")
+        return None
+    if given.get(MASK) is not None:
+        if _state.added:
+            given[MASK] = None
+        else:
+            given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **given)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer of transformers: of packed tokens by sample, else by torch's attention.
+
+    Args:
+        module: The layer.
+        query: [samples, heads, tokens, width of a head]; `key` and `value` likewise, perhaps with fewer heads.
+        attention_mask: As `make_mask` made it.
+        dropout: Share of the weights to drop.
+        scaling: Of the scores.
+        is_causal: Overrides what the layer says.
+        sliding_window: Tokens that a token sees at most, to one side.
+        **more: What some models have beside these.
+    """
+    plan = _state.plan
+    unusual = next((name for name in _NOT_OFFERED if more.get(name) is not None), None)
+    if unusual is not None and (plan is not None or _state.seen is not None):
+        raise _RefusalError(f"its attention has a {unusual}")
+    if plan is None:
+        from transformers.integrations.sdpa_attention import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            sdpa_attention_forward,
+        )
+
+        more.update(dropout=dropout, scaling=scaling, is_causal=is_causal, sliding_window=sliding_window)
+        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+        return result
+    tokens = plan.places.shape[0]
+    if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
+        raise _RefusalError("it has attention outside of the blocks that it repeats, or to other tokens than its own")
+    if _state.calls is not None:
+        _state.calls.append(module)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # as torch's own does
+    query, key, value = (item.squeeze(0).transpose(0, 1).to(dtype).contiguous() for item in (query, key, value))
+    mixed = varlen_attention(
+        query,
+        key,
+        value,
+        plan.offsets,
+        plan.length,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        dropout=0.0 if dropout_is_off() else dropout,
+        scale=scaling,
+        window=sliding_window if sliding_window is not None and sliding_window < plan.length else None,
+    )
+    return mixed.unsqueeze(0), None
