@@ -269,11 +269,14 @@ def _configs_of(parts: list[nn.Module]) -> list[Any]:
 @contextlib.contextmanager
 def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside it the model computes in its own precision, eagerly, without dropout, and nothing of it changes."""
+    # Parts in different precisions may only go together under autocast.
+    mixed = len({item.dtype for item in model.parameters() if item.is_floating_point()}) > 1
+    plain = contextlib.nullcontext() if mixed else torch.autocast(device.type, enabled=False)
     modes, random = start_evaluation([model]), random_state(device)
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
-        with torch.autocast(device.type, enabled=False), allow_tf32(False), stance:
+        with plain, allow_tf32(False), stance:
             yield
     finally:
         restore_modes(modes)

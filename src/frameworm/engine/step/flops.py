@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from frameworm.data.batches.real_tokens import PLAN
 from frameworm.data.steps import StepBatch
 from frameworm.engine.step.step import StepResult, TrainStep
 from frameworm.hardware.devices import peak_flops
@@ -174,8 +175,9 @@ def precision_of(main_type: str | None, device: torch.device) -> tuple[str | Non
 
 
 def _real_share(micro: Any) -> float:
-    """Share of the tokens that are none of padding, by the `attention_mask` of a batch; 1 where there is none."""
+    """Share of the computed tokens that are none of padding, by the batch's `attention_mask`; 1 where there is none."""
     mask = micro.get("attention_mask") if isinstance(micro, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point() or not mask.numel():
         return 1.0
-    return float((mask != 0).float().mean())
+    computed = len(micro[PLAN]["places"]) if PLAN in micro else mask.numel()
+    return float((mask != 0).sum()) / computed
