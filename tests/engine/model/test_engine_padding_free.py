@@ -288,6 +288,28 @@ def test_a_step_without_padding_reads_no_value(name: str) -> None:
         gradients(model, planned)
 
 
+def masks_of_compiled(model: nn.Module, batch: dict[str, Any]) -> list[bool]:
+    """Whether attention is given a mask, which the flash kernels do not take, at each place of the compiled model."""
+    found: list[bool] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if node.target is nn.functional.scaled_dot_product_attention]
+        found.extend(node.kwargs.get("attn_mask") is not None for node in calls)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(model, backend=look)(**take_plan(batch))
+    return found
+
+
+def test_a_captured_model_without_masks_is_given_none_when_it_is_compiled() -> None:
+    batch = {name: item for name, item in batch_of("next").items() if name != MASK}
+    model = llama()
+    with ModelAttention(model, None, captured=True):
+        assert masks_of_compiled(model, batch) == [False] * 3
+    assert len(masks_of_compiled(model, batch)) == 3
+
+
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", ["bert", "llama, grouped heads", "mistral, a window"])
 def test_captured_models_make_their_masks_without_reading(name: str, masked: bool) -> None:

@@ -82,7 +82,9 @@ class PaddingPlanner:
         self._tokens += rows * width
         if self._widen:
             wider = few_widths(width, self._widest)
-            batch = widened(batch, wider) or batch
+            before, batch = batch, widened(batch, wider) or batch
+            if self._pin:
+                batch = {name: item if item is before[name] else item.pin_memory() for name, item in batch.items()}
             width = batch[MASK].shape[1]
         plan = make_plan(real, width, pin=self._pin)
         self._planned += 1

@@ -19,7 +19,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from frameworm.data.batches.real_tokens import MASK, PLAN, PaddingPlanner, cut_back
 from frameworm.engine.model.activations import find_repeated_blocks
 from frameworm.engine.model.modes import restore_modes, start_evaluation
+from frameworm.engine.model.packed_tokens import TokenPlan, changed_parts, packed, unpacked
 from frameworm.engine.model.precision import allow_tf32
 from frameworm.engine.model.randomness import random_state, restore_random_state
 from frameworm.errors import ConfigError
@@ -46,17 +47,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _COARSE_TOLERANCE = 0.02
 
 
-class _Plan(NamedTuple):
-    """Where the real tokens of a batch are; see `data.batches.real_tokens`."""
-
-    places: Tensor
-    back: Tensor
-    offsets: Tensor
-    length: int
-    rows: int
-    width: int
-
-
 class _RefusalError(Exception):
     """Why a model cannot go without padding."""
 
@@ -68,7 +58,7 @@ _Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
 class _State:
     """What the functions that transformers calls must know of the batch at hand."""
 
-    plan: _Plan | None = None
+    plan: TokenPlan | None = None
     adds_mask = False  # where a batch has none, so that nobody looks for packed sequences in its positions
     added = False
     calls: list[nn.Module] | None = None
@@ -85,7 +75,7 @@ def take_plan(batch: Any) -> Any:
         return batch
     plan = batch.get(PLAN)
     if plan is not None:
-        _state.plan = _Plan(*(plan[name] for name in ("places", "back", "offsets", "length")), *batch[MASK].shape)
+        _state.plan = TokenPlan(*(plan[name] for name in ("places", "back", "offsets", "length")), *batch[MASK].shape)
         return {name: item for name, item in batch.items() if name != PLAN}
     _state.added = False
     if _state.adds_mask and batch.keys().isdisjoint((MASK, "position_ids")):
@@ -322,8 +312,8 @@ def _packing(base: type[nn.Module]) -> type[nn.Module]:
             return result
         if plan is None:
             return base.forward(self, *args, **kwargs)
-        result = base.forward(self, *_packed(args, plan), **_packed(kwargs, plan))
-        return _unpacked(result, plan) if getattr(self, _UNPACKS) else result
+        result = base.forward(self, *packed(args, plan), **packed(kwargs, plan))
+        return unpacked(result, plan) if getattr(self, _UNPACKS) else result
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     _made[base] = made = type(base.__name__, (base,), {**names, "forward": forward})
@@ -341,63 +331,7 @@ def _leaves(item: Any) -> Any:
     """What a block returned, as the beginning of a graph."""
     if isinstance(item, Tensor):
         return item.detach().requires_grad_(item.is_floating_point())
-    return _like(item, _leaves)
-
-
-def _packed(item: Any, plan: _Plan) -> Any:
-    """Whatever a block is given, with everything that is there per token in one row of real tokens."""
-    if isinstance(item, Tensor):
-        if item.shape[:2] == (plan.rows, plan.width):
-            return _moved(item.flatten(0, 1), plan.places.clamp(max=plan.rows * plan.width - 1), plan.back)[None]
-        if item.shape[:2] == (1, plan.width):  # the same for all samples, such as positions
-            return item[0].index_select(0, plan.places % plan.width).unsqueeze(0)
-        return item
-    return _like(item, lambda part: _packed(part, plan))
-
-
-def _unpacked(item: Any, plan: _Plan) -> Any:
-    """What a block returns, in rows of samples; padding is zero."""
-    if isinstance(item, Tensor):
-        if item.shape[:2] != (1, plan.places.shape[0]):
-            return item
-        return _moved(item.squeeze(0), plan.back, plan.places).unflatten(0, (plan.rows, plan.width))
-    return _like(item, lambda part: _unpacked(part, plan))
-
-
-def _like(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A plain container with its parts changed; other objects stay as they are."""
-    if type(item) is tuple or type(item) is list:
-        return type(item)(change(part) for part in item)
-    if type(item) is dict:
-        return {name: change(part) for name, part in item.items()}
-    return item
-
-
-class _Moved(torch.autograd.Function):
-    """Rows taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
-
-    Each row goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        """Take the rows."""
-        ctx.save_for_backward(back)
-        return _taken(rows, there)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each row's gradient from the place where it went."""
-        return _taken(gradient, ctx.saved_tensors[0]), None, None
-
-
-def _moved(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
-    return moved
-
-
-def _taken(rows: Tensor, there: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, there)
+    return changed_parts(item, _leaves)
 
 
 def _register() -> None:
@@ -417,9 +351,7 @@ def make_mask(*args: Any, **given: Any) -> Any:
         *args: As transformers calls such functions.
         **given: Likewise.
     """
-    from transformers.masking_utils import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        ALL_MASK_ATTENTION_FUNCTIONS,
-    )
+    from transformers import masking_utils  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     plan = _state.plan
     if plan is not None:
@@ -432,9 +364,22 @@ def make_mask(*args: Any, **given: Any) -> Any:
     if given.get(MASK) is not None:
         if _state.added:
             given[MASK] = None
+            if _is_plain(masking_utils, given):
+                return None  # transformers would make it where the model is compiled, and lose the flash kernels
         else:
             given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **given)
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **given)
+
+
+def _is_plain(masking_utils: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a mask says no more than that attention is causal, or that there is none to hide."""
+    kinds = {
+        "allow_is_causal_skip": getattr(masking_utils, "causal_mask_function", None),
+        "allow_is_bidirectional_skip": getattr(masking_utils, "bidirectional_mask_function", None),
+    }
+    function, length = given.get("mask_function"), given.get("q_length")
+    plain = any(given.get(name) and function is kind for name, kind in kinds.items())
+    return plain and length is not None and length == given.get("kv_length") and given.get("local_size") is None
 
 
 def attend(

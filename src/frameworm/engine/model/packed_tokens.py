@@ -1,0 +1,76 @@
+"""Hidden states of padded batches, gathered into one row of real tokens and scattered back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenPlan(NamedTuple):
+    """Where the real tokens of a batch are; see `data.batches.real_tokens`."""
+
+    places: Tensor
+    back: Tensor
+    offsets: Tensor
+    length: int
+    rows: int
+    width: int
+
+
+def packed(item: Any, plan: TokenPlan) -> Any:
+    """Whatever a block is given, with everything that is there per token in one row of real tokens."""
+    if isinstance(item, Tensor):
+        if item.shape[:2] == (plan.rows, plan.width):
+            return _moved(item.flatten(0, 1), plan.places.clamp(max=plan.rows * plan.width - 1), plan.back)[None]
+        if item.shape[:2] == (1, plan.width):  # the same for all samples, such as positions
+            return item[0].index_select(0, plan.places % plan.width).unsqueeze(0)
+        return item
+    return changed_parts(item, lambda part: packed(part, plan))
+
+
+def unpacked(item: Any, plan: TokenPlan) -> Any:
+    """What a block returns, in rows of samples; padding is zero."""
+    if isinstance(item, Tensor):
+        if item.shape[:2] != (1, plan.places.shape[0]):
+            return item
+        return _moved(item.squeeze(0), plan.back, plan.places).unflatten(0, (plan.rows, plan.width))
+    return changed_parts(item, lambda part: unpacked(part, plan))
+
+
+def changed_parts(item: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain container with its parts changed; other objects stay as they are."""
+    if type(item) is tuple or type(item) is list:
+        return type(item)(change(part) for part in item)
+    if type(item) is dict:
+        return {name: change(part) for name, part in item.items()}
+    return item
+
+
+class _Moved(torch.autograd.Function):
+    """Rows taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
+
+    Each row goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        """Take the rows."""
+        ctx.save_for_backward(back)
+        return _taken(rows, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Each row's gradient from the place where it went."""
+        return _taken(gradient, ctx.saved_tensors[0]), None, None
+
+
+def _moved(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _taken(rows: Tensor, there: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, there)
