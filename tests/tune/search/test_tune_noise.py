@@ -12,7 +12,7 @@ from frameworm.config.load import load_config
 from frameworm.config.schema import Config
 from frameworm.guard.gain import Window
 from frameworm.tune.knobs.context import apply_changes
-from frameworm.tune.search.search import Noise, spread_of
+from frameworm.tune.search.noise import Noise, spread_of
 from frameworm.tune.trials.outcomes import ProofRequest, TrialResult
 from frameworm.tune.trials.windows import Effort, wants_more
 
