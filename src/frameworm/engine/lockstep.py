@@ -253,7 +253,8 @@ class LeadingGate(_Lockstep):
 
     def _measure(self, batch: StepBatch, place: int, now: Named) -> dict[str, Any]:
         at = self.plan.early[place] if place < len(self.plan.early) else self._number - 1
-        state = self._early.pop(at, None) or now
+        early = self._early.pop(at, None)
+        state = now if early is None else self._on_device(early)
         if self.random is None:
             with self._dropout.lifted() if self._dropout is not None else contextlib.nullcontext():
                 self.random = self._is_random(batch, state)
@@ -288,6 +289,15 @@ class LeadingGate(_Lockstep):
             "counts": self._counts(),
         }
 
+    def _on_device(self, state: Named) -> Named:
+        """A state where it will be loaded from many times, if there is room for it and it is one rank's."""
+        if self._eager.strategy.world_size > 1:
+            return state
+        try:
+            return {name: tensor.to(self._device) for name, tensor in state.items()}
+        except torch.OutOfMemoryError:
+            return state
+
     def _counts(self) -> dict[str, int]:
         counts = {f"gradient of {name}": item.numel() for name, item in self._parameters.items()}
         counts.update((f"change of {name}", item.numel()) for name, item in self._tensors.buffers.items())
@@ -301,11 +311,12 @@ class LeadingGate(_Lockstep):
 
     def _perturbed(self, state: Named, seed: int, unit: float) -> Named:
         """A state whose parameters are moved by at most one unit of rounding."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self._device).manual_seed(seed)
         moved = dict(state)
         for name, tensor in state.items():
             if name.startswith("parameter ") and tensor.is_floating_point():
-                noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
+                # On the device: a CPU would draw for seconds.
+                noise = torch.rand(tensor.shape, generator=generator, device=self._device) * 2 - 1
                 moved[name] = tensor * (1 + unit * noise.to(tensor.device, tensor.dtype))
         return moved
 

@@ -8,7 +8,6 @@ for a tensor of any size. A tensor with up to `WIDTH` elements is its own sketch
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -26,7 +25,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     if count <= WIDTH:
         return flat.to("cpu", torch.float64)
     sums = torch.zeros(WIDTH, dtype=torch.float64, device=flat.device)
-    signs = _signs(1 << (count - 1).bit_length(), flat.device)
+    signs = _signs(count, flat.device)
     for begin in range(0, count, _ROWS * WIDTH):
         end = min(begin + _ROWS * WIDTH, count)
         signed = flat[begin:end].double() * signs[begin:end]
@@ -50,10 +49,15 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@functools.lru_cache(maxsize=2)
+_known_signs: dict[torch.device, torch.Tensor] = {}  # as many as the largest tensor so far needed
+
+
 def _signs(count: int, device: torch.device) -> torch.Tensor:
     """Plus or minus one for each index: one bit of a hash of the index, the same on every device."""
-    signs = torch.empty(count, dtype=torch.int8, device=device)
+    known = _known_signs.get(device)
+    if known is not None and len(known) >= count:
+        return known
+    signs = _known_signs[device] = torch.empty(count, dtype=torch.int8, device=device)
     for begin in range(0, count, _ROWS * WIDTH):
         index = torch.arange(begin, min(begin + _ROWS * WIDTH, count), device=device)
         mixed = (index + 1) * -7046029254386353131  # the multiplier of splitmix64; products wrap around

@@ -108,11 +108,16 @@ def whole(saved: Mapping[str, torch.Tensor]) -> Named:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file that appears under its name only once it is complete."""
     partial = path.with_suffix(".partial")
-    torch.save(dict(content), partial)
+    checked = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # half of the time, for a file that lives for seconds
+    try:
+        torch.save(dict(content), partial)
+    finally:
+        torch.serialization.set_crc32_options(checked)
     partial.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote; tensors and plain values only."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content

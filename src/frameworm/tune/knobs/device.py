@@ -59,7 +59,8 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
 
 
 def _of_many_widths(context: Context) -> bool:
-    return context.workload.many_widths and context.resolved.data.batching == "padded"
+    few = context.resolved.gpu.padding_free  # rounds widths up, so that there are few
+    return context.workload.many_widths and context.resolved.data.batching == "padded" and not few
 
 
 def _compile_applies(context: Context) -> bool | str:

@@ -232,7 +232,7 @@ class Search:
                 continue
             if place and self.result.attempts[-1].failure != "capture_refused":
                 continue
-            if self._try_alone(bundle, LEAP, sum(self._start_of(part) for part in parts)):
+            if self._try_alone(bundle, LEAP, sum(self._start_of(part) for part in parts), at_once=True):
                 self._leapt = parts
                 self._tried.update({part.knob: len(self.result.accepted) for part in parts})
                 return
@@ -389,13 +389,13 @@ class Search:
         back = {key: setting_of(self._challenge.start.config, key) for key in candidate.changes}
         return Candidate(f"without {candidate.knob}", back, candidate.mathematics, candidate.reference)
 
-    def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0) -> bool:
+    def _try_alone(self, candidate: Candidate, why: str, setup_s: float = 0.0, *, at_once: bool = False) -> bool:
         refused = self._challenge.why_not(candidate, setup_s)
         if refused is not None:
             self._challenge.add(candidate, "skipped", refused, why)
             return False
         attempt, trial = self._challenge.screen(candidate, why)
-        return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial)
+        return attempt.status == "inconclusive" and self._challenge.prove(attempt, candidate, trial, at_once=at_once)
 
     # The account
 
