@@ -56,6 +56,25 @@ def test_graphs_and_recompilations_are_counted(make: Any) -> None:
     assert expected[0].compilation is None
 
 
+class SetsItselfUp(Own):
+    """Finds out at its first call what it is for, as Hugging Face's classifiers do."""
+
+    kind: str | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "classes"
+        return self.net(inputs)
+
+
+def test_nothing_is_compiled_for_a_first_step_or_for_a_rare_short_one() -> None:
+    expected = fit(SetsItselfUp(), classification(46), batch_size=4)
+    record, parameters, _ = fit(SetsItselfUp(), classification(46), batch_size=4, compile_model=True)
+    assert torch.allclose(parameters, expected[1], atol=1e-6)
+    assert record.compilation is not None
+    assert (record.compilation.graphs, record.compilation.recompilations) == (1, 0)
+
+
 def test_a_compiled_model_can_still_be_copied() -> None:
     model = mlp()
     Compiler(GPUConfig(compile_model=True), captured=False).apply(model)

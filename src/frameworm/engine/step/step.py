@@ -92,6 +92,7 @@ class TrainStep:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
         if self.update.follow():
             self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
+        self.note(batch)
         self.update.schedule.before_step(step)
         if self.update.halves is not None:
             self.update.halves.follow()
@@ -179,12 +180,14 @@ class TrainStep:
         """
         if self.as_written is None:
             return None
+        is_rare = batch.global_samples < self._most_samples and _RARE * self._short <= self._passed
+        return self.as_written() if self._passed <= 1 or is_rare else None
+
+    def note(self, batch: StepBatch) -> None:
+        """Count a step, which a graph may make."""
         self._passed += 1
         self._most_samples = max(self._most_samples, batch.global_samples)
-        is_short = batch.global_samples < self._most_samples
-        self._short += is_short
-        is_rare = is_short and _RARE * self._short <= self._passed
-        return self.as_written() if self._passed == 1 or is_rare else None
+        self._short += batch.global_samples < self._most_samples
 
     @contextlib.contextmanager
     def marking(self, mark: Callable[[str], None] | None) -> Iterator[None]:

@@ -59,8 +59,7 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
 
 
 def _of_many_widths(context: Context) -> bool:
-    few = context.resolved.gpu.padding_free  # rounds widths up, so that there are few
-    return context.workload.many_widths and context.resolved.data.batching == "padded" and not few
+    return context.workload.many_widths and context.resolved.data.batching == "padded"
 
 
 def _compile_applies(context: Context) -> bool | str:
