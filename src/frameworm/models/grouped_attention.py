@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Each further group is a call more, and saves less than the one before it.
-_MOST_GROUPS, _FEWEST_IN_GROUP = 3, 8
+# Each further group is a call more, forward and backward, and saves less than the one before it. So many pairs of
+# tokens, times the width of their heads, take as long as a call.
+_MOST_GROUPS, _CALL = 3, 2**19
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def grouped_attention(heads: Tensor, offsets: Tensor, causal: bool = False) -> T
         [tokens, heads, width].
     """
     tokens, _, count, width = heads.shape
-    groups = _groups_of(offsets)
+    groups = _groups_of(offsets, count * width)
     if not groups.shapes:
         return heads[:, 0]
     taken = _rows(heads.reshape(tokens, -1), groups.rows, groups.back)
@@ -70,25 +71,23 @@ def grouped_attention(heads: Tensor, offsets: Tensor, causal: bool = False) -> T
     return _rows(torch.cat(parts), groups.back, groups.rows, groups.real).view(tokens, count, width)
 
 
-def _groups_of(offsets: Tensor) -> _Groups:
+def _groups_of(offsets: Tensor, width: int) -> _Groups:
     """The groups of a batch; all layers ask for the same."""
     global _last
     if _last is not None and _last[0]() is offsets and _last[1] == offsets._version:
         return _last[2]
-    groups = _make_groups(offsets.numpy().astype(np.int64))
+    groups = _make_groups(offsets.numpy().astype(np.int64), width)
     _last = (weakref.ref(offsets), offsets._version, groups)
     return groups
 
 
-def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> _Groups:
+def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]], width: int) -> _Groups:
     lengths = np.diff(offsets)
     order = np.argsort(lengths, kind="stable")
     order = order[lengths[order] > 0]
     back = np.empty(int(offsets[-1]), dtype=np.int64)
     rows, real, shapes, masks, begin = [], [], [], [], 0
-    for members in np.array_split(order, max(1, min(_MOST_GROUPS, len(order) // _FEWEST_IN_GROUP))):
-        if not len(members):
-            continue
+    for members in _divided(order, lengths, width):
         length = int(lengths[members[-1]])
         within = np.arange(length)
         filled = within < lengths[members, None]
@@ -107,6 +106,16 @@ def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> _Groups:
         shapes,
         masks,
     )
+
+
+def _divided(order: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], width: int) -> list[np.ndarray[Any, Any]]:
+    """Sequences in the order of their lengths, in as many equal groups as save time."""
+
+    def cost(parts: list[np.ndarray[Any, Any]]) -> int:
+        return sum(width * len(part) * int(lengths[part[-1]]) ** 2 + _CALL for part in parts)
+
+    counts = range(1, min(_MOST_GROUPS, len(order)) + 1)
+    return min((np.array_split(order, count) for count in counts), key=cost, default=[])
 
 
 def _rows(source: Tensor, rows: Tensor, returned: Tensor, real: Tensor | None = None) -> Tensor:

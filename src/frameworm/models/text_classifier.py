@@ -197,7 +197,7 @@ def _mean_per_text(hidden: Tensor, offsets: Tensor) -> Tensor:
     """Mean over each text's tokens, [texts, width]; 0 for an empty text. Tokens after the last border are left out."""
     tokens, texts = hidden.size(0), offsets.size(0) - 1
     starts, ends = offsets[:-1].unsqueeze(1), offsets[1:].unsqueeze(1)
-    if texts * tokens <= _LARGEST_MEMBERSHIP:
+    if hidden.device.type != "cpu" and texts * tokens <= _LARGEST_MEMBERSHIP:
         token = torch.arange(tokens, device=hidden.device, dtype=offsets.dtype)
         member = (token >= starts) & (token < ends)
         # In their own numbers: as in a padded batch, the mean is not a matter of autocast.

@@ -10,8 +10,8 @@ from frameworm.models.gpt import FUSED_FROM
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
-# However many blocks there are, one is compiled.
-_BLOCK_SETUP_S = 5.0
+# However many blocks there are, one is compiled (benchmarks/compile_scope.py, on a GPU).
+_BLOCK_SETUP_S = 10.0
 _LITTLE_PADDING = 0.05
 
 

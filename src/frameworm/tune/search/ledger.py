@@ -181,7 +181,8 @@ class Ledger:
             return self._prove(request)
 
         # The last one makes do with what is left and a little more, if it is not far too little.
-        needs_s = self.usual_s("proof") / 2 if last else None
+        usual_s = self.usual_s("proof")
+        needs_s = usual_s / 2 if last else min(usual_s, self.proof_s(digest_of(candidate)))
         over_s = _LAST_OVER * (self.budget.time_s or 0.0) if last else 0.0
         known = len(self._proofs_s)
         result = self._once("proof", name, change.label, make, ProofResult, reserve, needs_s, over_s)
