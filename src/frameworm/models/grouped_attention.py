@@ -26,7 +26,7 @@ class _Groups:
     Attributes:
         rows: For each place of all groups, one group after the other, the token that lies there.
         back: For each token its place.
-        real: 1 where a place holds a token of its own, 0 elsewhere, [places, 1].
+        real: Whether a place holds a token of its own, [places, 1, 1].
         shapes: Sequences and length of each group.
         masks: By group what is added to the scores, [sequences, 1, 1, length]: 0, or -inf for what is no token; None
             where nothing is padding.
@@ -37,6 +37,11 @@ class _Groups:
     real: Tensor
     shapes: list[tuple[int, int]]
     masks: list[Tensor | None]
+
+    def places(self, whole: Tensor) -> list[Tensor]:
+        """The groups' parts of a tensor [places, ...], as [sequences, length, ...]."""
+        parts = whole.split([sequences * length for sequences, length in self.shapes])
+        return [part.view(*shape, *whole.shape[1:]) for part, shape in zip(parts, self.shapes)]
 
 
 _last: tuple[weakref.ref[Tensor], int, _Groups] | None = None
@@ -53,22 +58,22 @@ def grouped_attention(heads: Tensor, offsets: Tensor, causal: bool = False) -> T
     Returns:
         [tokens, heads, width].
     """
-    tokens, _, count, width = heads.shape
+    _, _, count, width = heads.shape
     groups = _groups_of(offsets, count * width)
     if not groups.shapes:
         return heads[:, 0]
-    taken = _rows(heads.reshape(tokens, -1), groups.rows, groups.back)
+    taken: tuple[Tensor, ...] = _Take.apply(heads, groups)  # type: ignore[no-untyped-call]
     parts = []
-    pieces = taken.split([sequences * length for sequences, length in groups.shapes])
-    for piece, (sequences, length), mask in zip(pieces, groups.shapes, groups.masks):
-        query, key, value = piece.view(sequences, length, 3, count, width).permute(2, 0, 3, 1, 4).unbind(0)
+    for number, ((_, length), mask) in enumerate(zip(groups.shapes, groups.masks)):
+        query, key, value = taken[3 * number : 3 * number + 3]
         if mask is not None:
             mask = mask.to(query.dtype)
             if causal:
                 mask = mask + mask.new_full((length, length), -torch.inf).triu_(1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal and mask is None)
-        parts.append(mixed.transpose(1, 2).reshape(-1, count * width))
-    return _rows(torch.cat(parts), groups.back, groups.rows, groups.real).view(tokens, count, width)
+        parts.append(mixed)
+    result: Tensor = _Put.apply(groups, *parts)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _groups_of(offsets: Tensor, width: int) -> _Groups:
@@ -102,7 +107,7 @@ def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]], width: int) -> _G
     return _Groups(
         torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0, dtype=torch.int64),
         torch.from_numpy(back),
-        torch.from_numpy(np.concatenate(real)).unsqueeze(1) if real else torch.empty(0, 1, dtype=torch.bool),
+        torch.from_numpy(np.concatenate(real))[:, None, None] if real else torch.empty(0, 1, 1, dtype=torch.bool),
         shapes,
         masks,
     )
@@ -118,26 +123,46 @@ def _divided(order: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], width: 
     return min((np.array_split(order, count) for count in counts), key=cost, default=[])
 
 
-def _rows(source: Tensor, rows: Tensor, returned: Tensor, real: Tensor | None = None) -> Tensor:
-    result: Tensor = _Rows.apply(source, rows, returned, real)  # type: ignore[no-untyped-call]
-    return result
+class _Take(torch.autograd.Function):
+    """From [tokens, 3, heads, width] to queries, keys and values [sequences, heads, length, width] of each group.
 
-
-class _Rows(torch.autograd.Function):
-    """Rows of a tensor whose gradient is taken from where each row went, instead of added up row by row.
-
-    That is the same where every row that matters was taken once and all else has no gradient.
+    Their gradients are written side by side, instead of stacked and joined group by group. Places that hold no token of
+    their own have none: their keys are masked, and their queries' results are not read.
     """
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, rows: Tensor, returned: Tensor, real: Tensor | None) -> Tensor:
-        """Take `rows`; their gradients will be at `returned`, and are kept where `real` (None: everywhere)."""
-        ctx.save_for_backward(returned, real)
-        return source.index_select(0, rows)
+    def forward(ctx: Any, heads: Tensor, groups: _Groups) -> tuple[Tensor, ...]:
+        """Views of one tensor."""
+        ctx.groups = groups
+        taken = heads.index_select(0, groups.rows)
+        return tuple(part for place in groups.places(taken) for part in place.permute(2, 0, 3, 1, 4).unbind(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Fetch them."""
-        returned, real = ctx.saved_tensors
-        found = gradients[0].index_select(0, returned)
-        return (found if real is None else found * real, None, None, None)
+        """Each token has one place."""
+        _, heads, _, width = gradients[0].shape
+        whole = gradients[0].new_empty(len(ctx.groups.rows), 3, heads, width)
+        for number, place in enumerate(ctx.groups.places(whole)):
+            for part, gradient in enumerate(gradients[3 * number : 3 * number + 3]):
+                place[:, :, part].copy_(gradient.transpose(1, 2))
+        return whole.index_select(0, ctx.groups.back), None
+
+
+class _Put(torch.autograd.Function):
+    """Back from the groups' results [sequences, heads, length, width] to [tokens, heads, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: _Groups, *parts: Tensor) -> Tensor:
+        """Each token from its place."""
+        ctx.groups = groups
+        _, heads, _, width = parts[0].shape
+        whole = parts[0].new_empty(len(groups.rows), heads, width)
+        for place, part in zip(groups.places(whole), parts):
+            place.copy_(part.transpose(1, 2))
+        return whole.index_select(0, groups.back)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Nothing for places without a token."""
+        whole = gradients[0].index_select(0, ctx.groups.rows).mul_(ctx.groups.real)
+        return None, *(place.transpose(1, 2) for place in ctx.groups.places(whole))
