@@ -55,6 +55,21 @@ def test_the_whole_run_is_told_with_its_compile_time_and_the_command() -> None:
     assert text.rstrip().endswith("frameworm train --config out/best.yaml")
 
 
+def test_break_even_memory_and_what_a_longer_budget_would_try_are_told() -> None:
+    result = {**stored(), "pays_after_steps": 1234}
+    for name, peak_bytes in (("baseline", 2 * 2**30), ("final", 3 * 2**30)):
+        result[name] = {**result[name], "details": {"peak_bytes": peak_bytes}}
+    skipped = {"label": "gpu.compile_scope=model", "status": "skipped", "reason": "the budget of 170 s is spent"}
+    result["attempts"] = [*result["attempts"], skipped]
+    told = " ".join(waterfall(result).split())
+    assert "pays after 1,234 steps, start-up included" in told
+    assert "memory 2.00 GiB → 3.00 GiB" in told
+    assert "not tried a longer budget would try gpu.compile_scope=model" in told
+    page = render_tune(result)
+    assert "after 1,234 steps, start-up included" in page
+    assert "not tried" not in " ".join(waterfall({**result, "attempts": []}).split())
+
+
 def test_what_is_expected_follows_from_the_proof_and_not_from_trials_minutes_apart() -> None:
     result = stored()
     gain = result["speedup"]["value"]

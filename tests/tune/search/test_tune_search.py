@@ -361,3 +361,19 @@ def test_windows_of_the_baseline_are_those_of_the_machine() -> None:
     assert result.baseline.sample_s == BASE_S
     assert result.best == result.start
     assert result.stopped == "everything was tried"
+
+
+@pytest.mark.parametrize("start_s", [21.0, 1.0, 0.5])
+def test_a_search_says_after_how_many_steps_it_pays_and_what_memory_it_takes(start_s: float) -> None:
+    def results(model: Mapping[str, Any]) -> TrialResult:
+        fast = model["a"]
+        windows = [(0.5e-3 if fast else 1e-3) / 10] * 5
+        return TrialResult(windows, start_s if fast else 1.0, details={"peak_bytes": 3e9 if fast else 2e9})
+
+    machine = Machine(lambda model: 0.5 if model["a"] else 1.0, noise=0.0, results=results)
+    result = search(machine, [planted("a", True)], config_of(a=False))
+    assert result.global_batch is not None
+    told = result.to_json()
+    assert told["accepted"][0]["peak_bytes"] == {"before": 2e9, "after": 3e9}
+    saved_s = result.global_batch * 1e-4 / 2
+    assert told["pays_after_steps"] == pytest.approx(max(0.0, start_s - 1.0) / saved_s, abs=1)

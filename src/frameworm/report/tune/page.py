@@ -115,6 +115,8 @@ def _figures(result: Mapping[str, Any]) -> list[tables.Figure]:
         tables.Figure("whole run after", tables.seconds(run_s[1])),
         tables.Figure("start-up before", tables.seconds(tune_tables.setup_s(before))),
         tables.Figure("start-up after", tables.seconds(tune_tables.setup_s(after))),
+        tables.Figure("pays after", tune_tables.break_even(result) or ""),
+        tables.Figure("peak memory, before and after", tune_tables.peak_memory(result) or ""),
         tables.Figure("changes kept", str(len(tune_tables.accepted_of(result)))),
     ]
     if not changed:

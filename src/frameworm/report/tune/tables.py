@@ -21,6 +21,7 @@ MATHEMATICS = {
     "precision": "another precision",
     "more": "approximate",
 }
+_TRIALS = ("baseline", "final")
 STATUSES = ("accepted", "rejected", "inconclusive", "failed", "skipped")
 FAILURES = {
     "oom": "out of memory",
@@ -93,6 +94,7 @@ class ChangeRow:
     after: str
     gain: str
     mathematics: str
+    memory: str
     why: str
 
 
@@ -252,6 +254,26 @@ def whole_run(result: Mapping[str, Any]) -> str | None:
     return f"{text}, of which start-up and compile {tables.seconds(starts[0])} → {tables.seconds(starts[1])}"
 
 
+def break_even(result: Mapping[str, Any]) -> str | None:
+    """After how many steps the best config is ahead; None where that is not known."""
+    steps = figure(result.get("pays_after_steps"))
+    if steps is None:
+        return None
+    return "from the first step" if steps == 0 else f"after {steps:,.0f} steps, start-up included"
+
+
+def peak_memory(result: Mapping[str, Any]) -> str | None:
+    """Peak memory before and after, where it was measured."""
+    peaks = [figure(mapping(mapping(result.get(name)).get("details")).get("peak_bytes")) for name in _TRIALS]
+    return None if None in peaks else " → ".join(map(tables.data_size, peaks))
+
+
+def left_for_longer(result: Mapping[str, Any]) -> list[str]:
+    """What a longer budget would try, by its labels."""
+    rows = [row for row in attempt_rows(result) if row.status == "skipped" and "budget" in row.told]
+    return list(dict.fromkeys(row.label for row in rows))
+
+
 def attempt_rows(result: Mapping[str, Any]) -> list[AttemptRow]:
     """Every attempt, in the order in which they were made; one that was made again with success says so."""
     rows = [_attempt_row(item) for item in sequence(result.get("attempts")) if isinstance(item, Mapping)]
@@ -299,10 +321,17 @@ def change_rows(result: Mapping[str, Any]) -> list[ChangeRow]:
                 setting(values.get("after")),
                 "" if gain is None else gain.text() + ("" if source.get("proved_alone", True) else ", in its trial"),
                 numbers(_precision(result, source) or source.get("mathematics"), source.get("checked")),
+                _peaks(source),
                 tables.plain(source.get("why") or "").replace("_", " "),
             )
         )
     return rows
+
+
+def _peaks(accepted: Mapping[str, Any]) -> str:
+    """Peak memory before and after a change."""
+    peaks = [figure(mapping(accepted.get("peak_bytes")).get(name)) for name in ("before", "after")]
+    return "" if None in peaks else " → ".join(map(tables.data_size, peaks))
 
 
 def _precision(result: Mapping[str, Any], accepted: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ _LONGEST_LABEL = 32
 _LONGEST_REASON = 150
 _SHORTEST_BAR = 8
 _MOST_LAYERS = 4
+_MOST_LEFT = 4
 # What the columns of an agreement take beside the layer's name.
 _AGREEMENT_WIDTH = 40
 
@@ -43,6 +44,9 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     expected = tune_tables.whole_run(result)
     if expected is not None and len(stages) > 1:
         lines += field("whole run", expected, width)
+    for label, told in (("pays", tune_tables.break_even(result)), ("memory", tune_tables.peak_memory(result))):
+        if told is not None and len(stages) > 1:
+            lines += field(label, told, width)
     learning = _learning(result)
     if learning:
         lines += field("learning", learning, width)
@@ -50,6 +54,10 @@ def waterfall(result: Mapping[str, Any], best: str = "best.yaml", width: int = W
     for row in tune_tables.trade_off_rows(result):
         lines += field("trade-off", row.text(), width)
     lines += field("search", tune_tables.spent(result), width)
+    left = tune_tables.left_for_longer(result)
+    if left:
+        more = f" and {len(left) - _MOST_LEFT} more" if len(left) > _MOST_LEFT else ""
+        lines += field("not tried", f"a longer budget would try {', '.join(left[:_MOST_LEFT])}{more}", width)
     if len(stages) > 1:
         # Not wrapped: a command in two pieces cannot be copied.
         lines.append(f"{'run it':<{LABEL_WIDTH}}{tune_tables.command_of(result, best)}")

@@ -57,6 +57,7 @@ class Challenge:
         self.ledger = ledger
         self.best = TrialResult()
         self.result = TuneResult(context.config, context.config, self.best, self.best, run_samples=context.run_samples)
+        self.result.global_batch = context.global_batch
         self._journal = journal
         self._allow_approximate = allow_approximate
         self._minimum_gain = minimum_gain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -177,6 +178,7 @@ class TuneResult:
         trade_offs: Faster settings that were not shown to learn as well, for the user to decide.
         total: The proof of `best` against `start`; None: there was no budget left for it, or nothing to prove.
         run_samples: Samples of the whole run, None: not known.
+        global_batch: Samples of a step; None: not known.
         spent_s: Seconds of all trials and proofs.
         trials: Number of trials and proofs.
         stopped: Why the search ended.
@@ -191,6 +193,7 @@ class TuneResult:
     trade_offs: list[TradeOff] = field(default_factory=list)
     total: Proof | None = None
     run_samples: int | None = None
+    global_batch: int | None = None
     spent_s: float = 0.0
     trials: int = 0
     stopped: str = ""
@@ -227,14 +230,25 @@ class TuneResult:
             return self.run_s(self.final)
         return self.run_samples * self.baseline.sample_s / speedup.value + (self.final.setup_s or 0.0)
 
+    @property
+    def pays_after_steps(self) -> int | None:
+        """Steps after which the best config is ahead, start-up included; None: not known, or nothing was changed."""
+        speedup, starts_s = self.speedup, (self.baseline.setup_s, self.final.setup_s)
+        if speedup is None or self.global_batch is None or None in starts_s or not self.baseline.seconds_per_sample:
+            return None
+        saved_s = self.global_batch * self.baseline.sample_s * (1 - 1 / speedup.value)
+        more_s = (starts_s[1] or 0.0) - (starts_s[0] or 0.0)
+        return max(0, math.ceil(more_s / saved_s)) if saved_s > 0 else None
+
     def to_json(self) -> dict[str, Any]:
         """What `tune.json` holds."""
         speedup = self.speedup
+        trials = [self.baseline, *(item.trial for item in self.accepted)]
         return {
             "name": self.start.name,
             "speedup": None if speedup is None else asdict(speedup),
             "changes": {key: {"before": before, "after": after} for key, (before, after) in self.changes.items()},
-            "accepted": [_plain(item) for item in self.accepted],
+            "accepted": [_plain(item, before) for item, before in zip(self.accepted, trials)],
             "attempts": [asdict(item) for item in self.attempts],
             "trade_offs": [item.to_json() for item in self.trade_offs],
             "baseline": self.baseline.to_json(),
@@ -243,6 +257,7 @@ class TuneResult:
             "run_samples": self.run_samples,
             "run_s_before": self.run_s(self.baseline),
             "run_s_after": self.run_s_after,
+            "pays_after_steps": self.pays_after_steps,
             "spent_s": self.spent_s,
             "trials": self.trials,
             "stopped": self.stopped,
@@ -263,7 +278,8 @@ class Progress:
 Tell = Callable[[Progress], None]
 
 
-def _plain(item: Accepted) -> dict[str, Any]:
+def _plain(item: Accepted, before: TrialResult) -> dict[str, Any]:
+    peaks = {"before": before.details.get("peak_bytes"), "after": item.trial.details.get("peak_bytes")}
     return {
         "knob": item.candidate.knob,
         "changes": dict(item.candidate.changes),
@@ -275,6 +291,7 @@ def _plain(item: Accepted) -> dict[str, Any]:
         "speedup": asdict(item.speedup),
         "trial": item.trial_id,
         "setup_s": item.trial.setup_s,
+        "peak_bytes": peaks,
     }
 
 
