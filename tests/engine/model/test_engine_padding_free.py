@@ -441,6 +441,29 @@ def in_lock_step(gate: Gate, faulty: bool = False, **gpu: Any) -> None:
     run_job(build_job(resolve_here(config, 1), given))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None: compile_(function, backend="aot_eager"))
+
+    def run(**settings: Any) -> Any:
+        torch._dynamo.reset()
+        model = bert()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, run_dir=None, seed=0, device="cpu", padding_free=True, **settings)
+        record = trainer.train(DataLoader(Texts(96), 16, collate_fn=pad, drop_last=True), epochs=1)
+        return record, model
+
+    expected, _ = run()
+    record, model = run(compile_model=True, compile_scope="blocks")
+    assert record.quality.train_loss == pytest.approx(expected.quality.train_loss, rel=1e-5)
+    assert record.compilation is not None
+    assert not [reason for reason in record.compilation.reasons if "_frameworm" in reason]
+    assert record.compilation.recompilations <= 2, record.compilation.reasons  # other sizes, once
+    assert all("_frameworm_inner" not in vars(module) for module in model.modules())
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("faulty", [False, True])
 def test_a_proof_accepts_it_and_still_sees_faults(faulty: bool, tmp_path: Path) -> None:
     plan = Plan(str(tmp_path), (4, 5, 6, 8, 10), early=(1, 2), updates=(2, 4), unit=ROUNDING_UNITS["fp32"])

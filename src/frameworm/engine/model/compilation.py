@@ -135,6 +135,12 @@ class Compiler:
         return compilation_since(self._earlier) if self.enabled else None
 
 
+def compiled_around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Another call that shares the graphs of a module's own, as `Compiler` compiles it; None: it is not compiled."""
+    own = module._compiled_call_impl
+    return functools.partial(own.func, call) if isinstance(own, functools.partial) else None
+
+
 def _call(call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     return call(*inputs, **named)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from frameworm.data.batches.real_tokens import MASK, PLAN, PaddingPlanner, cut_back
 from frameworm.engine.model.activations import find_repeated_blocks
+from frameworm.engine.model.compilation import compiled_around
 from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.packed_tokens import TokenPlan, changed_parts, packed, unpacked
 from frameworm.engine.model.precision import allow_tf32
@@ -36,7 +37,7 @@ from frameworm.numerics.dropout import dropout_is_off
 
 NAME = "frameworm"
 _SETTING = "_attn_implementation_internal"
-_UNPACKS = "_frameworm_unpacks"
+_UNPACKS, _INNER = "_frameworm_unpacks", "_frameworm_inner"
 _PADDING_COUNTS = (
     "its loss depends on what its blocks make of padding, as with targets of padding that are not -100, or where a "
     "sample is judged by a token that is padding"
@@ -125,7 +126,7 @@ class ModelAttention:
         self._planner = planner
         self._captured = captured
         self._configs: list[tuple[Any, Any]] = []
-        self._blocks: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._blocks: list[tuple[nn.Module, type[nn.Module], Any]] = []
         self._switched = False
 
     @property
@@ -169,7 +170,10 @@ class ModelAttention:
         if not blocks:
             raise ConfigError(_refused("it repeats no block"))
         for block in blocks:
-            self._blocks.append((block, type(block)))
+            self._blocks.append((block, type(block), block._compiled_call_impl))
+            # Compiled is what lies between: packing in the first block would be another graph than in the others.
+            vars(block)[_INNER] = compiled_around(block, MethodType(type(block).forward, block))
+            block._compiled_call_impl = None
             block.__class__ = _packing(type(block))
         reason = ""
         with _as_it_is(self._model, batch[MASK].device):
@@ -230,9 +234,11 @@ class ModelAttention:
         _state.plan, _state.adds_mask, _state.seen = None, False, None
         for config, chosen in self._configs:
             setattr(config, _SETTING, chosen)
-        for block, kind in self._blocks:
+        for block, kind, compiled in self._blocks:
             block.__class__ = kind
-            vars(block).pop(_UNPACKS, None)
+            block._compiled_call_impl = compiled
+            for name in (_UNPACKS, _INNER):
+                vars(block).pop(name, None)
         self._configs, self._blocks = [], []
 
 
@@ -263,7 +269,7 @@ def _as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     mixed = len({item.dtype for item in model.parameters() if item.is_floating_point()}) > 1
     plain = contextlib.nullcontext() if mixed else torch.autocast(device.type, enabled=False)
     modes, random = start_evaluation([model]), random_state(device)
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    compiled = any(module._compiled_call_impl is not None or vars(module).get(_INNER) for module in model.modules())
     stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         with plain, allow_tf32(False), stance:
@@ -312,7 +318,11 @@ def _packing(base: type[nn.Module]) -> type[nn.Module]:
             return result
         if plan is None:
             return base.forward(self, *args, **kwargs)
-        result = base.forward(self, *packed(args, plan), **packed(kwargs, plan))
+        inner = vars(self).get(_INNER)
+        if inner is None:
+            result = base.forward(self, *packed(args, plan), **packed(kwargs, plan))
+        else:
+            result = inner(*packed(args, plan), **packed(kwargs, plan))
         return unpacked(result, plan) if getattr(self, _UNPACKS) else result
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
