@@ -4,8 +4,8 @@
 
 FOLDER holds the referee: `models.py` (the models, their data, `build` as a workload) and `expert.py` (the loops).
 For each model: every loop in a process of its own, which gives samples/s and peak memory; `frameworm tune` as a
-command, from a config that names the model, its batch and a rate; then what it found, timed for as many steps as the
-loops. The best loop is the expert.
+command, from a config that names the model, its batch and a rate; then what it found, timed in
+windows of as many steps as the loops. The best loop is the expert.
 
 Results are kept in benchmarks/results/zoo-DEVICE.json; a model that is measured again replaces its old entry, so that
 the table may be filled over several days. `--table` prints it and measures nothing.
@@ -38,7 +38,8 @@ BATCHES = {
     **{"llama_small": 16, "llama_medium": 8, "bert": 32, "vit": 64, "convnext": 64},
     **{"unet": 32, "lstm": 64, "recommender": 2048, "graph": 64},
 }
-WARM_STEPS, TIMED_STEPS, WINDOWS = 40, 60, 5
+WARM_STEPS, TIMED_STEPS, WINDOWS = 20, 60, 5
+LONGEST_S = 60.0  # after which no further window begins
 COLUMNS = ("model", "plain", "expert", "loop", "tuned", "of expert", "of plain", "memory", "search", "settings")
 
 
@@ -58,7 +59,7 @@ def run_loops(zoo: Path, model: str, loops: list[str], device: str, limit_s: flo
     return found
 
 
-def write_config(zoo: Path, model: str, folder: Path, device: str) -> Path:
+def write_config(model: str, folder: Path, device: str) -> Path:
     """What a user would write for the model."""
     path = folder / f"{model}.yaml"
     path.write_text(
@@ -98,8 +99,9 @@ def measure(path: Path, folder: Path, limit_s: float) -> dict[str, Any]:
         with Live(config, folder, time.monotonic() + limit_s) as live:
             live.stand()
             live.go(0, WARM_STEPS)
-            rates = []
-            for _ in range(WINDOWS):
+            rates: list[float] = []
+            ends = time.monotonic() + LONGEST_S
+            while not rates or (len(rates) < WINDOWS and time.monotonic() < ends):
                 stand = live.go(2, TIMED_STEPS)
                 assert stand.seconds is not None
                 rates.append(stand.samples / stand.seconds)
@@ -192,7 +194,7 @@ def main() -> None:
         kept.mkdir(parents=True, exist_ok=True)
         for model in arguments.models:
             loops = run_loops(zoo, model, arguments.loops, arguments.device, arguments.limit)
-            config, folder = write_config(zoo, model, kept, arguments.device), kept / model
+            config, folder = write_config(model, kept, arguments.device), kept / model
             folder.mkdir(exist_ok=True)
             found = search(zoo, config, folder, arguments.budget)
             best = folder / "best.yaml"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from workbench import classification, make_optimizer, mlp
+from workbench import StopAfter, classification, make_optimizer, mlp
 
 from frameworm import Trainer
 from frameworm.config.load import load_config_from_mapping
@@ -20,21 +18,8 @@ from frameworm.errors import TrainingInterruptedError
 from frameworm.hardware.resolve import resolve_here
 from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import build_workload
-from frameworm.records.events import Listener
-from frameworm.records.schema import StepRecord
 
 STEPS_PER_EPOCH = 7  # 100 samples in steps of 16, the last one of 4
-
-
-class StopAfter(Listener):
-    """Presses Ctrl-C after a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def on_step(self, step: StepRecord) -> None:
-        if step.step == self._step:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def train(out: Path, cache: Path, *, stop_after: int | None = None, dropout: float = 0.0, **data: Any) -> list[Any]:

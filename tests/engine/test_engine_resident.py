@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
+from workbench import StopAfter
 
 from frameworm.config.load import load_config_from_mapping
 from frameworm.engine.run import train_workload
 from frameworm.errors import ConfigError, TrainingInterruptedError
 from frameworm.hardware.resolve import resolve_here
 from frameworm.models.workloads import Workload
-from frameworm.records.events import Listener
-from frameworm.records.schema import StepRecord
 
 COUNT = 75
-
-
-class StopAfter(Listener):
-    """Presses Ctrl-C after a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def on_step(self, step: StepRecord) -> None:
-        if step.step == self._step:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 class Named(Dataset[Any]):

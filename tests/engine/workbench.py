@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -22,6 +25,20 @@ class Steps(Listener):
 
     def on_step(self, step: StepRecord) -> None:
         self.records.append(step)
+
+
+class StopAfter(Listener):
+    """Sends this process a signal after a step, as a scheduler or Ctrl-C would."""
+
+    def __init__(self, step: int | None, number: signal.Signals = signal.SIGINT, pause_s: float = 0.0) -> None:
+        self._step = step
+        self._number = number
+        self._pause_s = pause_s
+
+    def on_step(self, step: StepRecord) -> None:
+        time.sleep(self._pause_s)
+        if step.step == self._step:
+            os.kill(os.getpid(), self._number)
 
 
 def classification(samples: int, seed: int = 0) -> TensorDataset:

@@ -143,7 +143,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         ranks = RankWatch(strategy.rank, strategy.world_size, strategy.device, clock.max_steps_ahead - 1)
     step: TrainStep | CapturedStep
     step = eager = TrainStep(job.model, prepared.wrapped, loss_function, update, strategy, job.precision, clock)
-    eager.as_written = prepared.compiler.uncompiled if prepared.compiler.enabled else None
+    eager.uncompiled = prepared.compiler.uncompiled if prepared.compiler.enabled else None
     if recorder is not None:
         update.halves = HalfWeights.of(job.model, job.precision.dtype)
     unseen = unseen_because(recorder is not None, strategy.world_size, strategy.shards_parameters)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from workbench import classification, parameters
+from workbench import StopAfter, classification, parameters
 
 from frameworm import Trainer
 from frameworm.distributed import OptimizedDataLoader
@@ -26,20 +26,6 @@ from frameworm.records.schema import StepRecord
 
 EPOCHS = 3
 STEPS = 21  # 52 samples in batches of 8: 7 steps an epoch
-
-
-class StopAfter(Listener):
-    """Sends this process a signal after a step, as a scheduler or Ctrl-C would."""
-
-    def __init__(self, step: int | None, number: signal.Signals = signal.SIGINT, pause_s: float = 0.0) -> None:
-        self._step = step
-        self._number = number
-        self._pause_s = pause_s
-
-    def on_step(self, step: StepRecord) -> None:
-        time.sleep(self._pause_s)
-        if step.step == self._step:
-            os.kill(os.getpid(), self._number)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):

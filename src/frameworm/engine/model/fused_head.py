@@ -1,8 +1,8 @@
 """Linear head and cross-entropy in one, for any model: the logits are computed only where something else needs them.
 
 While a run trains, the wide last layer of a model returns `Logits`: a tensor that has the right shape and type but no
-values. Operations that choose or arrange rows are done to the head's input instead. When the logits reach
-`F.cross_entropy`, whoever calls it, loss and gradients come from `models.linear_loss`, a part of the tokens at a time.
+values. Operations that select or rearrange rows are applied to the head's input instead. When the logits reach
+`F.cross_entropy`, `models.linear_loss` computes loss and gradients in chunks of tokens.
 Any other operation gets the real logits, with their gradients: that is as the model was written, only not faster.
 """
 

@@ -214,7 +214,7 @@ class CapturedStep:
         return torch.stack([figure.detach().reshape(()).float() for figure in present.values()])
 
     def _replay(self, shape: _Shape, step: int, batch: StepBatch) -> StepResult:
-        self.eager.note(batch)
+        self.eager.count_step(batch)
         graph, update, rates = shape.graph, self.update, self._rates
         assert graph is not None
         assert rates is not None

@@ -84,7 +84,7 @@ class TrainStep:
         self._acts_beside = bool(self._beside or strategy.beside.modules) and self._shares_gradients
         self.halving: GradientMethod | None = None
         self.probe: GradientProbe | None = None
-        self.as_written: Callable[[], AbstractContextManager[object]] | None = None  # leaves the compiler out
+        self.uncompiled: Callable[[], AbstractContextManager[object]] | None = None  # the compiler's, if there is one
         self._passed, self._short, self._most_samples = 0, 0, 0
         self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
 
@@ -92,7 +92,7 @@ class TrainStep:
         """Train on one step's micro-batches; `step` is the number of attempted steps before this one."""
         if self.update.follow():
             self.wrapped = self.strategy.follow(self.model, self.update.optimizer) or self.wrapped
-        self.note(batch)
+        self.count_step(batch)
         self.update.schedule.before_step(step)
         if self.update.halves is not None:
             self.update.halves.follow()
@@ -167,23 +167,23 @@ class TrainStep:
         """
         halves = self.update.halves
         nothing = contextlib.nullcontext()
-        with self._uncompiled(batch) or nothing, nothing if halves is None else halves.in_place():
+        with self._as_written(batch) or nothing, nothing if halves is None else halves.in_place():
             if len(batch.batches) == 1 and meet is None:
                 return self._only(batch.batches[0], batch)
             return self._several(batch, meet)
 
-    def _uncompiled(self, batch: StepBatch) -> AbstractContextManager[object] | None:
+    def _as_written(self, batch: StepBatch) -> AbstractContextManager[object] | None:
         """Leaves the compiler out where it would compile for one step; None: it should not be left out.
 
         At its first step a model may still set itself up, and whatever it sets then would have it compiled twice. The
         short last step of an epoch has a shape of its own, unless short ones are common.
         """
-        if self.as_written is None:
+        if self.uncompiled is None:
             return None
         is_rare = batch.global_samples < self._most_samples and _RARE * self._short <= self._passed
-        return self.as_written() if self._passed <= 1 or is_rare else None
+        return self.uncompiled() if self._passed <= 1 or is_rare else None
 
-    def note(self, batch: StepBatch) -> None:
+    def count_step(self, batch: StepBatch) -> None:
         """Count a step, which a graph may make."""
         self._passed += 1
         self._most_samples = max(self._most_samples, batch.global_samples)

@@ -40,7 +40,7 @@ _NEARLY_EVEN = 0.9
 _SURELY_GOOD = 1.3
 # A knob that usually gains so much is part of the first leap.
 _USUALLY_MUCH = 0.1
-LEAP = "usual gain together"
+_LEAP = "usual gain together"
 # Combinations that nothing but single figures near break-even speaks for.
 _MOST_GUESSES = 8
 
@@ -232,7 +232,7 @@ class Search:
                 continue
             if place and self.result.attempts[-1].failure != "capture_refused":
                 continue
-            if self._try_alone(bundle, LEAP, sum(self._start_of(part) for part in parts), at_once=True):
+            if self._try_alone(bundle, _LEAP, sum(self._start_of(part) for part in parts), at_once=True):
                 self._leapt = parts
                 self._tried.update({part.knob: len(self.result.accepted) for part in parts})
                 return
@@ -350,7 +350,7 @@ class Search:
         pairs = [pair for pair in combinations(near, 2) if pair[0][1].knob != pair[1][1].knob]
         found = [(one * other, together(first, second)) for (one, first), (other, second) in pairs]
         for item in self.result.accepted:
-            if item.attempt.why not in ("interaction", LEAP):
+            if item.attempt.why not in ("interaction", _LEAP):
                 undo = self._undo(item)
                 found += [(figure / item.speedup.value, together(undo, candidate)) for figure, candidate in near]
         accepted = False
