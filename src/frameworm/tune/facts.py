@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from frameworm.data.batches.found_lengths import look_at_padding
 from frameworm.data.batches.packed import packable, packing_of
 from frameworm.data.batches.real_tokens import MASK, why_unsuitable
 from frameworm.data.batches.resident import resident_bytes
+from frameworm.data.prefetch import tensors_in
 from frameworm.data.samples.streams import is_stream
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
@@ -36,6 +39,8 @@ log = logging.getLogger("frameworm")
 
 # A plan is mostly right within a few percent; what is beyond the memory by less is tried.
 _SURELY_TOO_LARGE = 1.15
+# Batches that are looked at for their shapes: so many, more within a time, and no more than so many.
+_FEW_BATCHES, _LOOK_S, _MOST_BATCHES = 4, 1.0, 24
 _BF16_FLAGS = {"bf16", "avx512_bf16", "amx_bf16"}
 
 
@@ -83,6 +88,7 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
     return WorkloadFacts(
         accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
         many_widths=_has_many_widths(data, workload.collate_fn),
+        many_shapes=size is None and _has_many_shapes(config, workload),
         assembles_batches=bool(getattr(data, "assembles_batches", False)),
         resident_bytes=resident_bytes(packing_of(data)) if packs else size,
         why_not_resident=why_not_resident,
@@ -138,6 +144,26 @@ def _has_many_widths(data: Any, collate: Collate | None) -> bool:
         return False
     shortest, longest = (base.padded_length(end(lengths, keepdims=True)) for end in (np.min, np.max))
     return bool(shortest != longest)
+
+
+def _has_many_shapes(config: Config, workload: Workload) -> bool:
+    """Whether most batches have a shape of their own, as far as a second shows."""
+    data, collate = workload.train_data, workload.collate_fn or default_collate
+    count = None if is_stream(data) else sample_count(data)
+    micro = config.training.micro_batch
+    if count is None or not isinstance(micro, int) or count < micro:
+        return False
+    random = np.random.default_rng(0)
+    shapes: Counter[Any] = Counter()
+    ends = time.monotonic() + _LOOK_S
+    try:
+        while shapes.total() < _FEW_BATCHES or (shapes.total() < _MOST_BATCHES and time.monotonic() < ends):
+            rows = [data[int(place)] for place in random.choice(count, micro, replace=False)]
+            shapes[tuple(tensor.shape for tensor in tensors_in(collate(rows)))] += 1
+    except Exception as error:  # a ready loader, or samples that only the loader of a run can read
+        log.debug("no batches to compare the shapes of: %s", error)
+        return False
+    return 2 * len(shapes) > shapes.total()
 
 
 def _samples_per_epoch(config: Config, data: Any) -> int | None:

@@ -66,6 +66,19 @@ def test_capacities_and_widths_are_few() -> None:
     assert np.mean(waste) < 0.05
 
 
+def test_a_width_that_came_before_serves_batches_that_are_hardly_narrower() -> None:
+    plan = PaddingPlanner(widen=True)
+    widths = [plan(batch_of([3, longest]))[PLAN]["length"] for longest in (250, 220, 200, 100, 255, 110)]
+    assert widths == [256, 256, 224, 112, 256, 112]
+
+
+def test_as_many_borders_whatever_the_capacity() -> None:
+    plan = PaddingPlanner(widen=True)
+    plans = [plan(batch_of([250] * 16 + [shorter] * 16))[PLAN] for shorter in (20, 90, 240)]
+    assert len({len(item["places"]) for item in plans}) == 3
+    assert len({len(item["offsets"]) for item in plans}) == 1, "the compiler takes it for a constant"
+
+
 def test_widths_stay_within_what_the_model_has_positions_for() -> None:
     assert [few_widths(longest) for longest in (3, 8, 9, 100, 129, 256, 257)] == [8, 8, 16, 112, 160, 256, 320]
     assert few_widths(290, 300) == 300

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from workbench import classification, fit, mlp
 
+from frameworm import Trainer
 from frameworm.config.schema import GPUConfig
 from frameworm.engine.model.compilation import Compiler
 
@@ -54,6 +55,38 @@ def test_graphs_and_recompilations_are_counted(make: Any) -> None:
     assert record.compilation.recompilations == 1, "the last batch is short"
     assert record.compilation.reasons
     assert expected[0].compilation is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sizes_that_differ_from_step_to_step_are_compiled_for_at_once() -> None:
+    class Nodes(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, place: int) -> Any:
+            return torch.ones(3 + place % 5, 6), torch.tensor(place % 3)
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            nodes, owner = inputs
+            return self.net(torch.zeros(4, 6).index_add_(0, owner, nodes))
+
+    def join(rows: Any) -> Any:
+        owner = torch.cat([torch.full((len(nodes),), place) for place, (nodes, _) in enumerate(rows)])
+        return (torch.cat([nodes for nodes, _ in rows]), owner), torch.stack([label for _, label in rows])
+
+    loader = torch.utils.data.DataLoader(Nodes(), 4, collate_fn=join)
+    model = Pooled()
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), run_dir=None, compile_model=True
+    )
+    record = trainer.train(loader, epochs=2)
+    assert record.compilation is not None
+    assert (record.compilation.graphs, record.compilation.recompilations) == (1, 0), record.compilation.reasons
 
 
 class SetsItselfUp(Own):

@@ -549,16 +549,27 @@ def test_graphs_draw_new_dropout_in_every_replay() -> None:
     assert not torch.equal(seen[0][1], seen[1][1])
 
 
+def vit() -> Any:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = transformers.ViTConfig(**sizes, intermediate_size=64, image_size=16, patch_size=8, num_labels=2)
+    return transformers.ViTForImageClassification(config).train()
+
+
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("masked", [True, False])
-def test_models_that_only_make_masks_are_captured(masked: bool) -> None:
-    model = bert() if masked else llama()
-    batches = [batch_of("class" if masked else "next") for _ in range(40)]
-    if not masked:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["masks", "words", "images"])
+def test_models_that_only_make_masks_are_captured(kind: str, compiled: bool) -> None:
+    model = {"masks": bert, "words": llama, "images": vit}[kind]()
+    batches = [batch_of("class" if kind == "masks" else "next") for _ in range(40)]
+    if kind == "words":
         batches = [{"input_ids": item["input_ids"], "labels": item["labels"]} for item in batches]
+    if kind == "images":
+        batches = [{"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 2} for _ in range(40)]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    record = Trainer(model, optimizer, run_dir=None, device="cuda", capture="step").train(batches, epochs=1)
+    settings = {"compile_model": True, "compile_scope": "blocks"} if compiled else {}
+    trainer = Trainer(model, optimizer, run_dir=None, device="cuda", capture="step", **settings)
+    record = trainer.train(batches, epochs=1)
     assert record.captured_steps, record.notes
     assert record.captured_steps > 20, record.notes
     assert model.config._attn_implementation == "sdpa"

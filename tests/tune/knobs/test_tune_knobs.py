@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from frameworm.config.load import load_config, load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
+from frameworm.hardware.resolve import resolve_here
 from frameworm.models.workloads import Workload, build_workload
 from frameworm.tune.facts import workload_facts
 from frameworm.tune.knobs import base
@@ -132,6 +133,26 @@ def test_each_setting_of_the_fast_configs_is_within_reach(name: str) -> None:
 def test_widths_are_many_only_where_padded_batches_differ_in_them(dataset: Any, many: bool) -> None:
     workload = Workload(nn.Linear(1, 1), dataset)
     assert workload_facts(config_named("quickstart"), workload).many_widths is many
+
+
+@pytest.mark.parametrize(
+    ("sizes", "many"),
+    [(range(40, 140), True), ([3] * 60 + [9] * 40, False), ([7] * 100, False)],
+)
+def test_a_graph_is_not_tried_where_hardly_two_batches_have_the_same_shape(sizes: Any, many: bool) -> None:
+    config = resolve_here(config_of(workload="a.b:c", training={"global_batch": 4}), 1)
+    rows = [torch.ones(size, 2) for size in sizes]
+    facts = workload_facts(config, Workload(nn.Linear(2, 1), rows, collate_fn=torch.cat))
+    assert facts.many_shapes is many
+    told = knob_named("capture").why_not(Context(config_of(gpu={"device": "cuda"}), H200, facts))
+    assert (told is not None and "same shape" in told) is many
+
+
+def test_small_data_goes_to_the_device_with_what_usually_gains_much() -> None:
+    config = config_of(gpu={"device": "cuda"})
+    for size, gain in ((10_000, 0.1), (1_000_000, 0.05)):
+        facts = WorkloadFacts(resident_bytes=size, parameter_bytes=100_000)
+        assert knob_named("resident").gain(Context(config, H200, facts)) == gain
 
 
 def test_a_text_cut_into_blocks_is_compiled_and_captured_and_not_bucketed(tmp_path: Path) -> None:

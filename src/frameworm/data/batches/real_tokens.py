@@ -7,7 +7,7 @@ would make the host wait. So a batch takes along, under the key `PLAN`:
   is not used up.
 - `back` int64 [B x W]: where in the T tokens each place of the batch went; T for padding.
 - `offsets` int32 [S + 1]: the borders of the samples among the T tokens; unused capacity follows, cut into sequences
-  of at most W.
+  of at most W. S depends on B and W alone.
 - `length` int: no sequence is longer; it is W.
 
 Capacities and widths are few, so that a graph can be captured for each.
@@ -32,6 +32,7 @@ MASK = "attention_mask"
 _CAPACITIES = 32  # of a full batch: capacities are multiples of this part of it
 _UNIT = 64  # tokens; matrix units work in such steps
 _SMALLEST_WIDTH_STEP = 8
+_NEAR = 1.25  # batches are made wider by no more than this where that gives them a width that came before
 
 
 class PaddingPlanner:
@@ -51,6 +52,7 @@ class PaddingPlanner:
         self._widest = widest
         self._pin = pin
         self.first_width: int | None = None
+        self._widths: list[int] = []
         self._batches = self._planned = self._tokens = self._computed = 0
 
     @property
@@ -81,7 +83,7 @@ class PaddingPlanner:
         self.first_width = self.first_width or width
         self._tokens += rows * width
         if self._widen:
-            wider = few_widths(width, self._widest)
+            wider = self._usual_width(few_widths(width, self._widest))
             before, batch = batch, widened(batch, wider) or batch
             if self._pin:
                 batch = {name: item if item is before[name] else item.pin_memory() for name, item in batch.items()}
@@ -90,6 +92,13 @@ class PaddingPlanner:
         self._planned += 1
         self._computed += len(plan["places"])
         return {**batch, PLAN: plan}
+
+    def _usual_width(self, width: int) -> int:
+        """One that came before, where it is hardly wider: a new one is compiled for and captured."""
+        near = [known for known in self._widths if width <= known <= _NEAR * width]
+        if not near:
+            self._widths.append(width)
+        return min(near, default=width)
 
 
 def why_unsuitable(batch: Any) -> str | None:
@@ -161,7 +170,7 @@ def make_plan(real: NDArray[np.bool_], width: int, *, pin: bool = False) -> dict
     capacity = max(1, -(-tokens // unit)) * unit
     if capacity == width:
         capacity += unit  # or a row of tokens would look like a batch of one sample
-    spare = spare_sequences(capacity, width)
+    spare = spare_sequences(2 * unit, width)
     plan = {
         "places": torch.full((capacity,), everything, pin_memory=pin),
         "back": torch.full((everything,), capacity, pin_memory=pin),

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from frameworm.config.schema import GPUConfig
+from frameworm.data.prefetch import tensors_in
 from frameworm.engine.model.activations import CONTAINERS, find_block_classes
 from frameworm.observe.clocks.compiling import compilation_since, compilations_so_far
 from frameworm.records.schema import Compilation
@@ -139,6 +140,29 @@ def compiled_around(module: nn.Module, call: Callable[..., Any]) -> Callable[...
     """Another call that shares the graphs of a module's own, as `Compiler` compiles it; None: it is not compiled."""
     own = module._compiled_call_impl
     return functools.partial(own.func, call) if isinstance(own, functools.partial) else None
+
+
+def sizes_of(batches: Iterable[Any]) -> list[tuple[torch.Size, ...]]:
+    """The sizes of the tensors in each batch."""
+    return [tuple(tensor.shape for tensor in tensors_in(batch)) for batch in batches]
+
+
+def mark_varying(earlier: list[tuple[torch.Size, ...]], batches: Sequence[Any]) -> None:
+    """Tell the compiler which sizes of these batches differ between them or from earlier ones.
+
+    It would find out by itself, by compiling for the first sizes and then once more.
+
+    Args:
+        earlier: The sizes of other batches, by `sizes_of`.
+        batches: What the compiler is about to see.
+    """
+    for kinds, *tensors in zip(zip(*earlier, *sizes_of(batches)), *map(tensors_in, batches)):
+        if len({len(size) for size in kinds}) > 1:
+            continue
+        for dimension, sizes in enumerate(zip(*kinds)):
+            if len(set(sizes)) > 1:
+                for tensor in tensors:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def _call(call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:

@@ -24,9 +24,10 @@ def packed(item: Any, plan: TokenPlan) -> Any:
     """Whatever a block is given, with everything that is there per token in one row of real tokens."""
     if isinstance(item, Tensor):
         if item.shape[:2] == (plan.rows, plan.width):
-            return _moved(item.flatten(0, 1), plan.places.clamp(max=plan.rows * plan.width - 1), plan.back)[None]
+            row = item.flatten(0, 1).unsqueeze(0)
+            return _moved(row, plan.places.clamp(max=plan.rows * plan.width - 1), plan.back)
         if item.shape[:2] == (1, plan.width):  # the same for all samples, such as positions
-            return item[0].index_select(0, plan.places % plan.width).unsqueeze(0)
+            return item.index_select(1, plan.places % plan.width)
         return item
     return changed_parts(item, lambda part: packed(part, plan))
 
@@ -36,7 +37,7 @@ def unpacked(item: Any, plan: TokenPlan) -> Any:
     if isinstance(item, Tensor):
         if item.shape[:2] != (1, plan.places.shape[0]):
             return item
-        return _moved(item.squeeze(0), plan.back, plan.places).unflatten(0, (plan.rows, plan.width))
+        return _moved(item, plan.back, plan.places).view(plan.rows, plan.width, *item.shape[2:])
     return changed_parts(item, lambda part: unpacked(part, plan))
 
 
@@ -50,27 +51,28 @@ def changed_parts(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
+    """Tokens taken from where `there` says, zero beyond the last; gradients are taken back by `back`.
 
-    Each row goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
+    Each token goes to one place at most, so both ways are a gather: torch's own gradient would add up with atomics.
+    What comes out is no view, as what blocks give each other: the compiler tells them apart.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        """Take the rows."""
+    def forward(ctx: Any, row: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        """Take the tokens."""
         ctx.save_for_backward(back)
-        return _taken(rows, there)
+        return _taken(row, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each row's gradient from the place where it went."""
+        """Each token's gradient from the place where it went."""
         return _taken(gradient, ctx.saved_tensors[0]), None, None
 
 
-def _moved(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    moved: Tensor = _Moved.apply(rows, there, back)  # type: ignore[no-untyped-call]
+def _moved(row: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    moved: Tensor = _Moved.apply(row, there, back)  # type: ignore[no-untyped-call]
     return moved
 
 
-def _taken(rows: Tensor, there: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]).index_select(0, there)
+def _taken(row: Tensor, there: Tensor) -> Tensor:
+    return torch.cat([row, row.new_zeros((1, 1, *row.shape[2:]))], 1).index_select(1, there)

@@ -319,10 +319,14 @@ def _packing(base: type[nn.Module]) -> type[nn.Module]:
         if plan is None:
             return base.forward(self, *args, **kwargs)
         inner = vars(self).get(_INNER)
+        args, kwargs = packed(args, plan), packed(kwargs, plan)
         if inner is None:
-            result = base.forward(self, *packed(args, plan), **packed(kwargs, plan))
+            result = base.forward(self, *args, **kwargs)
         else:
-            result = inner(*packed(args, plan), **packed(kwargs, plan))
+            for item in _tensors(args) + _tensors(kwargs):
+                if item.shape[:2] == (1, plan.places.shape[0]):
+                    torch._dynamo.maybe_mark_dynamic(item, 1)  # one graph for all capacities, from the first on
+            result = inner(*args, **kwargs)
         return unpacked(result, plan) if getattr(self, _UNPACKS) else result
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -371,25 +375,27 @@ def make_mask(*args: Any, **given: Any) -> Any:
         if window is not None and window < plan.width and window != getattr(given["config"], "sliding_window", None):
             raise _RefusalError("its attention is local in another way than by a sliding window")
         return None
-    if given.get(MASK) is not None:
-        if _state.added:
-            given[MASK] = None
-            if _is_plain(masking_utils, given):
-                return None  # transformers would make it where the model is compiled, and lose the flash kernels
-        else:
-            given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    if _state.added:
+        given[MASK] = None
+    # transformers decides otherwise while a model is compiled or captured: the flash kernels would be lost, or what was
+    # compiled not fit.
+    if given.get(MASK) is None and _is_plain(masking_utils, given):
+        return None
+    given.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **given)
 
 
 def _is_plain(masking_utils: Any, given: Mapping[str, Any]) -> bool:
     """Whether a mask says no more than that attention is causal, or that there is none to hide."""
-    kinds = {
-        "allow_is_causal_skip": getattr(masking_utils, "causal_mask_function", None),
-        "allow_is_bidirectional_skip": getattr(masking_utils, "bidirectional_mask_function", None),
-    }
-    function, length = given.get("mask_function"), given.get("q_length")
-    plain = any(given.get(name) and function is kind for name, kind in kinds.items())
-    return plain and length is not None and length == given.get("kv_length") and given.get("local_size") is None
+    function, window = given.get("mask_function"), given.get("local_size")
+    length, seen = given.get("q_length"), given.get("kv_length")
+    if length is None or seen is None or (window is not None and seen >= window):
+        return False
+    if given.get("allow_is_causal_skip") and length == seen:
+        return window is not None or function is getattr(masking_utils, "causal_mask_function", None)
+    if given.get("allow_is_bidirectional_skip"):
+        return window is not None or function is getattr(masking_utils, "bidirectional_mask_function", None)
+    return False
 
 
 def attend(
@@ -428,11 +434,14 @@ def attend(
         more.update(dropout=dropout, scaling=scaling, is_causal=is_causal, sliding_window=sliding_window)
         result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         return result
-    tokens = plan.places.shape[0]
-    if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
-        raise _RefusalError("it has attention outside of the blocks that it repeats, or to other tokens than its own")
-    if _state.calls is not None:
-        _state.calls.append(module)
+    if not torch.compiler.is_compiling():  # then the first batch was looked at, and sizes would become conditions
+        tokens = plan.places.shape[0]
+        if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
+            raise _RefusalError(
+                "it has attention outside of the blocks that it repeats, or to other tokens than its own"
+            )
+        if _state.calls is not None:
+            _state.calls.append(module)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype  # as torch's own does
     query, key, value = (item.squeeze(0).transpose(0, 1).to(dtype).contiguous() for item in (query, key, value))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from frameworm.data.steps import StepBatch
+from frameworm.engine.model.compilation import mark_varying, sizes_of
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step.loss import LossFunction
@@ -86,6 +87,7 @@ class TrainStep:
         self.probe: GradientProbe | None = None
         self.uncompiled: Callable[[], AbstractContextManager[object]] | None = None  # the compiler's, if there is one
         self._passed, self._short, self._most_samples = 0, 0, 0
+        self._first_sizes: list[tuple[torch.Size, ...]] = []
         self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
@@ -181,6 +183,11 @@ class TrainStep:
         if self.uncompiled is None:
             return None
         is_rare = batch.global_samples < self._most_samples and _RARE * self._short <= self._passed
+        if self._passed <= 1:
+            self._first_sizes = sizes_of(batch.batches)
+        elif self._first_sizes:
+            mark_varying(self._first_sizes, batch.batches)
+            self._first_sizes = []
         return self.uncompiled() if self._passed <= 1 or is_rare else None
 
     def count_step(self, batch: StepBatch) -> None:

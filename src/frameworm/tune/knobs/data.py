@@ -11,6 +11,8 @@ from frameworm.tune.knobs.context import Context
 
 _RESIDENT_SHARE = 0.25
 # Where a step waits for its batch.
+# A data set of this share of what training keeps anyway: weights, gradients and two moments.
+_HARDLY_ANY, _TRAINED = 0.1, 4
 _INPUT = ("data_wait", "transfer")
 _ON_THE_DEVICE = "batches are put together on the device"
 
@@ -70,6 +72,14 @@ def _present_workers(context: Context) -> float | None:
     if chosen == "auto":
         return context.workload.automatic_workers
     return chosen if isinstance(chosen, int) else None
+
+
+def _resident_gain(context: Context) -> float:
+    """Steps that become much shorter will wait for batches; a set that takes next to no memory may as well be there."""
+    size, parameters = context.workload.resident_bytes, context.workload.parameter_bytes
+    if not context.on_gpu or size is None or parameters is None:
+        return 0.05
+    return 0.1 if size <= _HARDLY_ANY * _TRAINED * parameters else 0.05
 
 
 def _workers_apply(context: Context) -> bool | str:
@@ -153,7 +163,7 @@ DATA_KNOBS: tuple[Knob, ...] = (
         "nothing",
         ("input_bound", "transfer_bound"),
         shortens=_INPUT,
-        expected_gain=0.05,
+        expected_gain=_resident_gain,
         partners=("batching", "capture"),
     ),
     Knob(
