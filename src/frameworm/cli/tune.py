@@ -119,10 +119,11 @@ def tune(
     if allow not in (None, "approximate"):
         raise ConfigError(f"--allow {allow}: there is only --allow approximate")
     time_s, margin = parse_duration(budget), parse_margin(max_quality_loss)
-    from frameworm.tune.processes.forkserver import warm_up
-
-    warm_up(["frameworm.tune.trials.live_rank", "frameworm.cli.main"])  # imports torch while this process does
     loaded = load_runnable(config, settings)
+    if ":" not in loaded.workload:  # which libraries a user's own needs is known when it was built
+        from frameworm.tune.processes.forkserver import warm_up
+
+        warm_up(["frameworm.tune.trials.live_rank", "frameworm.cli.main"])  # imports torch while this process does
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.progress import TuneProgress
     from frameworm.tune.search.result import Progress

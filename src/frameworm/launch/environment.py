@@ -212,6 +212,11 @@ def own_command(*arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve().parents[1] / "__main__.py"), *arguments]
 
 
+def take_from_environment(name: str) -> str:
+    """A variable that was meant for this process alone; processes it starts do not see it."""
+    return os.environ.pop(name, "")
+
+
 @contextmanager
 def added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
     """Set variables of this process for a while: torch's agent hands its own on to the workers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -34,6 +35,7 @@ from frameworm.hardware.resolve import look_at_machine, resolve_here
 from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
 from frameworm.tune.knobs.context import Context, MachineFacts, Planner, WorkloadFacts
 from frameworm.tune.processes.batch_data import sample_count
+from frameworm.tune.processes.forkserver import libraries_since, warm_up
 
 log = logging.getLogger("frameworm")
 
@@ -53,8 +55,11 @@ def look_around(config: Config, world_size: int = 1) -> Context:
         DataError: Its data is not there.
     """
     resolved = resolve_here(config, world_size)
+    known = set(sys.modules)
     workload = build_workload(resolved, TokenisingNotice())
     machine = machine_facts(config)
+    compiler = ["torch._inductor.compile_fx"] if machine.device == "cuda" else []
+    warm_up(["frameworm.tune.trials.live_rank"], [*libraries_since(known), *compiler])
     planner = make_planner(config, machine, world_size)
     return Context(config, machine, workload_facts(resolved, workload, world_size), world_size, planner)
 

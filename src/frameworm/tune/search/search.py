@@ -222,8 +222,7 @@ class Search:
         context = self._challenge.context
         if not context.on_gpu or context.micro_batch * context.world_size < context.global_batch:
             return
-        steady = [knob for knob in self._knobs.values() if not knob.ordered and knob.why_not(context) is None]
-        usual = [knob for knob in steady if knob.gain(context) >= _USUALLY_MUCH]
+        usual = [item for item in self._knobs.values() if not item.ordered and item.gain(context) >= _USUALLY_MUCH]
         usual.sort(key=lambda knob: -knob.gain(context))
         for chosen, place in ((usual, 0), (usual, 1), ([knob for knob in usual if not knob.setup_s], 0)):
             parts = self._parts_of(chosen, place)
@@ -242,12 +241,12 @@ class Search:
         return self._knobs[part.knob].setup_s if part.setup_s is None else part.setup_s
 
     def _parts_of(self, knobs: Sequence[Knob], place: int) -> list[Candidate]:
-        """The value of each at a place, or its last one, as far as they go together."""
+        """The value of each at a place, or its last one, as far as they go together; one may make another possible."""
         parts: list[Candidate] = []
         there = self._challenge.context
-        for knob in knobs:
-            possible = knob.candidates(there) if knob.why_not(there) is None else []
-            found = in_order(knob, possible, there, self._challenge.best)
+        for knob in (*knobs, *knobs):
+            open_to = knob.name not in [part.knob for part in parts] and knob.why_not(there) is None
+            found = in_order(knob, knob.candidates(there) if open_to else [], there, self._challenge.best)
             fits = [item for item in found if not self._challenge.needs_check(item) and not there.why_not(item.changes)]
             if fits:
                 parts.append(fits[min(place, len(fits) - 1)])
