@@ -14,6 +14,7 @@ from frameworm.tune.best_config import render_best
 from frameworm.tune.facts import look_around
 from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.registry import all_knobs
+from frameworm.tune.processes.forkserver import wait_until_warm
 from frameworm.tune.search.journal import SUMMARY_NAME, Journal
 from frameworm.tune.search.result import Tell, TuneResult
 from frameworm.tune.search.search import Search, search_name
@@ -61,9 +62,17 @@ def tune(
     """
     folder = Path(out)
     context = look_around(config, world_size)
+    wait_until_warm()
     journal = Journal(folder, search_name(context))
     short_steps = ShortSteps(folder, context.resolve, config)
-    runner = TrialRunner(folder, world_size=world_size, effort=effort, limit_bytes=limit_bytes, short_steps=short_steps)
+    runner = TrialRunner(
+        folder,
+        world_size=world_size,
+        effort=effort,
+        limit_bytes=limit_bytes,
+        short_steps=short_steps,
+        device_bytes=context.machine.memory_bytes if context.on_gpu else None,
+    )
     with contextlib.closing(runner):
         result = Search(
             all_knobs() if knobs is None else knobs,

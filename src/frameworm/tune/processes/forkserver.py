@@ -96,6 +96,20 @@ def warm_up(also: Sequence[str] = (), libraries: Sequence[str] = ()) -> ForkServ
     return context
 
 
+def wait_until_warm() -> None:
+    """Wait for a server that was started: what it takes to import belongs to no trial."""
+    context = warm_up()
+    if isinstance(context, ForkServerContext):
+        first = context.Process(target=_do_nothing)
+        with without_script():
+            start(first)
+        first.join()
+
+
+def _do_nothing() -> None:
+    pass
+
+
 def start(process: BaseProcess) -> None:
     """Start a process that `warm_up`'s context has made."""
     with added_to_environment(_IMPORT_NOTHING_FROM_HERE):

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,8 @@ _EARLY = (1, 3)
 # What the leading side computes at a compared state, in steps of its own: repeated, perturbed, in other precisions.
 _STEPS_PER_STATE = 8
 _PLENTY_BYTES = 16 * 2**30
+# Both sides of two comparisons, each with states to compare, may take this share of the device's memory.
+_RUNS, _ROOMY = 4, 0.5
 
 
 class TrialRunner:
@@ -62,6 +64,7 @@ class TrialRunner:
         effort: How much is measured.
         limit_bytes: Memory each process may take beside Python and torch; None: what the system allows.
         short_steps: Cuts steps that take long; None: none are cut.
+        device_bytes: Memory of the GPU; None: there is none.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class TrialRunner:
         effort: Effort | None = None,
         limit_bytes: int | None = None,
         short_steps: ShortSteps | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         self._folder = Path(folder)
         self._world_size = world_size
@@ -80,6 +84,8 @@ class TrialRunner:
         self._short_steps = short_steps
         self._patience = Patience(self._effort.limit_s)
         self._starts_s = 2 * _START_S  # of both sides for their learning
+        self._device_bytes, self._peak_bytes = device_bytes, 0
+        self._draws = device_bytes is not None  # numbers at random, as far as is known
         # The compiler unpickles what it finds in its cache. The search's folder may have come from anywhere, so the
         # cache is a private folder that starts out empty and ends with this object.
         self.compiled = Path(tempfile.mkdtemp(prefix="frameworm-compiled-"))
@@ -128,6 +134,7 @@ class TrialRunner:
             self.forget_compiled(since)
             return TrialResult(failure=_told(error.failure, by_budget), details=details)
         self._patience.learn(request.config, time.monotonic() - began)
+        self._peak_bytes = max(self._peak_bytes, told["peak_bytes"] or 0)
         # What its start took beyond its steps, as they were once it was warm.
         step_s = median(windows) * warm.samples / len(warm.notes)
         setup_s = max(0.0, warm.age_s - warm.done * step_s)
@@ -241,37 +248,55 @@ class TrialRunner:
             wait_s=max(1.0, deadline - time.monotonic()),
         )
         sides = (request.learning_baseline, request.learning_candidate)
-        before, after = self._in_lockstep(request, sides, folder / "lockstep", plan, deadline)
-        agreements = [Agreement.from_json(told["agreement"]) for told in after]
-        if request.mathematics == "rounding" and (
-            any(told["random"] for told in before) or sides[0] != request.drawing_baseline
-        ):
-            drawing = replace(plan, steps=steps[:1], early=(), updates=(), draws=self._effort.draws)
-            shipped = (request.drawing_baseline, request.drawing_candidate)
-            _, drawn = self._in_lockstep(request, shipped, folder / "draws", drawing, deadline)
-            draws = [Agreement.from_json(told["agreement"]).draws for told in drawn]
-            agreements = [replace(agreement, draws=of_rank) for agreement, of_rank in zip(agreements, draws)]
+        shipped = (request.drawing_baseline, request.drawing_candidate)
+        drawing = replace(plan, steps=steps[:1], early=(), updates=(), draws=self._effort.draws)
+        may_draw = request.mathematics == "rounding"
+        with ExitStack() as stack:
+
+            def begin(sides: tuple[Config, Config], name: str, plan: Plan) -> Callable[[], tuple[list[Any], list[Any]]]:
+                return stack.enter_context(self._in_lockstep(request, sides, folder / name, plan, deadline))
+
+            compared = begin(sides, "lockstep", plan)
+            # Their start takes longer than what they do: it may go on meanwhile, where there may be need of them.
+            drawn = begin(shipped, "draws", drawing) if may_draw and self._draws and self._has_room() else None
+            before, after = compared()
+            self._draws = any(told["random"] for told in before) or sides[0] != request.drawing_baseline
+            agreements = [Agreement.from_json(told["agreement"]) for told in after]
+            if may_draw and self._draws:
+                draw = drawn or begin(shipped, "draws", drawing)
+                draws = [Agreement.from_json(told["agreement"]).draws for told in draw()[1]]
+                agreements = [replace(agreement, draws=of_rank) for agreement, of_rank in zip(agreements, draws)]
         agreement = least_alike(agreements)
         agreement = replace(agreement, changes_precision=request.units[0] != request.units[1])
         return Evidence(merged(before), merged(after), agreement)
 
+    def _has_room(self) -> bool:
+        """Whether the device has room for two more runs beside two."""
+        return self._device_bytes is not None and _RUNS * self._peak_bytes < _ROOMY * self._device_bytes
+
+    @contextmanager
     def _in_lockstep(
         self, request: ProofRequest, sides: tuple[Config, Config], folder: Path, plan: Plan, deadline: float
-    ) -> tuple[list[Any], list[Any]]:
-        """One run that leads and one that follows; what the ranks of each told."""
+    ) -> Iterator[Callable[[], tuple[list[Any], list[Any]]]]:
+        """One run that leads and one that follows; gives what waits for them, and tells what the ranks of each told."""
         plans = [replace(plan, unit=unit) for unit in (request.units[0], max(request.units))]
         with state_folder() as states, ExitStack() as stack:
-            lives = []
-            for config, name, plan, leads in zip(sides, ("leading", "following"), plans, (True, False)):
-                lockstep = Lockstep(replace(plan, folder=str(states)), leads)
-                lives.append(stack.enter_context(self._live(config, folder / name, deadline, lockstep=lockstep)))
-                # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in
-                # each other's way.
-                if leads and look_at_machine(request.baseline).device != "cuda":
-                    told = lives.pop().finish()
-            if len(lives) == 2:
-                told = lives[0].finish()
-            return told, lives[-1].finish()
+
+            def begin(side: int) -> Live:
+                lockstep = Lockstep(replace(plans[side], folder=str(states)), leads=side == 0)
+                place = folder / ("leading", "following")[side]
+                return stack.enter_context(self._live(sides[side], place, deadline, lockstep=lockstep))
+
+            # Nothing is timed. On a GPU their starts and compilations overlap; on the CPU they would only get in each
+            # other's way.
+            together = look_at_machine(request.baseline).device == "cuda"
+            lives = [begin(0), begin(1)] if together else []
+
+            def finish() -> tuple[list[Any], list[Any]]:
+                led = (lives[0] if lives else begin(0)).finish()
+                return led, (lives[1] if lives else begin(1)).finish()
+
+            yield finish
 
     def _learn(self, request: ProofRequest, folder: Path, deadline: float, step_s: float) -> Evidence:
         """Both sides from the same weights, each with the samples that its own steps take."""
