@@ -7,8 +7,9 @@ For each model: every loop in a process of its own, which gives samples/s and pe
 command, from a config that names the model, its batch and a rate; then what it found, timed in
 windows of as many steps as the loops. The best loop is the expert.
 
-Results are kept in benchmarks/results/zoo-DEVICE.json; a model that is measured again replaces its old entry, so that
-the table may be filled over several days. `--table` prints it and measures nothing.
+Results are kept in benchmarks/results/zoo-DEVICE.json, so that the table may be filled over several days: what is
+measured again replaces what was there, each loop for itself (`--loops none`: only the search). `--table` prints it and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +56,18 @@ def run_loops(zoo: Path, model: str, loops: list[str], device: str, limit_s: flo
         except subprocess.TimeoutExpired:
             told = {"error": f"not done after {limit_s:.0f} s"}
         tell_progress(f"{model}, {loop}: {told.get('samples_per_s', told.get('error'))}")
-        found.append({"model": model, "loop": loop, **told})
+        found.append({"model": model, "loop": loop, **told, "measured": _now()})
     return found
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def merged(earlier: list[dict[str, Any]], loops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of all loops, the later ones where there are two."""
+    found = {item["loop"]: item for item in (*earlier, *loops)}
+    return [found[loop] for loop in LOOPS if loop in found]
 
 
 def write_config(model: str, folder: Path, device: str) -> Path:
@@ -136,7 +147,7 @@ def row_of(model: str, found: dict[str, Any]) -> list[str]:
         "-" if plain is None else f"{tuned['samples_per_s'] / plain:.2f}x",
         "-" if memory is None else f"{memory:.2f}",
         f"{found['search']['wall_s']:.0f} s",
-        ", ".join(f"{key.partition('.')[2]}={value}" for key, value in changes.items()),
+        ", ".join(f"{key.partition('.')[2]}={value['after']}" for key, value in changes.items()),
     ]
 
 
@@ -170,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zoo", type=Path, help="folder with models.py and expert.py")
     parser.add_argument("--models", type=names_among(BATCHES), default=list(BATCHES))
-    parser.add_argument("--loops", type=names_among(LOOPS), default=list(LOOPS))
+    parser.add_argument("--loops", type=names_among((*LOOPS, "none")), default=list(LOOPS))
     parser.add_argument("--budget", type=float, default=170.0, help="seconds of each search")
     parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a loop")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -193,15 +204,16 @@ def main() -> None:
         kept = (arguments.keep or Path(place)).absolute()
         kept.mkdir(parents=True, exist_ok=True)
         for model in arguments.models:
-            loops = run_loops(zoo, model, arguments.loops, arguments.device, arguments.limit)
+            wanted = [loop for loop in arguments.loops if loop != "none"]
+            loops = run_loops(zoo, model, wanted, arguments.device, arguments.limit)
+            loops = merged(results.get(model, {}).get("loops", []), loops)
             config, folder = write_config(model, kept, arguments.device), kept / model
             folder.mkdir(exist_ok=True)
             found = search(zoo, config, folder, arguments.budget)
             best = folder / "best.yaml"
             tuned = measure(best if best.exists() else config, kept / f"{model}-timed", arguments.limit)
             tell_progress(f"{model}, tuned: {tuned.get('samples_per_s', tuned.get('error'))}")
-            measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            results[model] = {"loops": loops, "search": found, "tuned": tuned, "measured": measured}
+            results[model] = {"loops": loops, "search": found, "tuned": tuned, "measured": _now()}
             settings = {"budget_s": arguments.budget, "timed_steps": TIMED_STEPS, "windows": WINDOWS}
             write_results("zoo", device, settings, results, arguments.out)
     tell(results)

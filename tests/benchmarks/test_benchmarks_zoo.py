@@ -34,7 +34,11 @@ print(json.dumps({"samples_per_s": 20.0 if given["--loops"] == "graphs" else 5.0
 
 def entry(loops: list[dict[str, Any]], rate: float) -> dict[str, Any]:
     tuned = {"samples_per_s": rate, "peak_bytes": 110}
-    return {"loops": loops, "search": {"wall_s": 60.0, "changes": {"gpu.capture": ["off", "step"]}}, "tuned": tuned}
+    return {
+        "loops": loops,
+        "search": {"wall_s": 60.0, "changes": {"gpu.capture": {"before": "off", "after": "step"}}},
+        "tuned": tuned,
+    }
 
 
 def test_a_loop_that_fails_says_why_and_the_best_is_the_expert(
@@ -45,9 +49,16 @@ def test_a_loop_that_fails_says_why_and_the_best_is_the_expert(
     assert [item.get("samples_per_s") for item in loops] == [5.0, None, 20.0]
     assert loops[1]["error"] == "no compiler"
     results = {"vit": entry(loops, 30.0), "unet": entry(loops[1:2], 1.0)}
+    assert zoo.row_of("vit", results["vit"])[-1] == "capture=step"
     assert zoo.row_of("vit", results["vit"])[2:8] == ["20", "graphs", "30", "1.50x", "6.00x", "1.10"]
     assert zoo.row_of("unet", results["unet"])[1:8] == ["-"] * 7
     assert zoo.ratios(results, ("vit", "bert", "unet"), "best") == [1.5]
     capsys.readouterr()
     zoo.tell(results)
     assert "host-bound, of the expert: 1.50x on average over 1 of 6" in capsys.readouterr().out
+
+
+def test_a_loop_keeps_its_figures_until_it_is_measured_again(zoo: ModuleType) -> None:
+    earlier = [{"loop": "graphs", "samples_per_s": 3.0}, {"loop": "plain", "samples_per_s": 1.0}]
+    loops = zoo.merged(earlier, [{"loop": "graphs", "samples_per_s": 4.0}])
+    assert [(item["loop"], item["samples_per_s"]) for item in loops] == [("plain", 1.0), ("graphs", 4.0)]
