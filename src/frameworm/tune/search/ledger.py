@@ -40,6 +40,8 @@ _LATELY = 3
 NO_TIME = "of the budget are left for it"
 # Both sides start, take turns and learn.
 _TRIALS_IN_PROOF = 3
+# After the first trial a proof's time is a guess, and a search that trusts it may end with nothing and time left.
+_AT_LEAST = 0.5
 # A share of the time that the last proof may take beyond it: with no proof all that was found would be lost.
 _LAST_OVER = 0.15
 
@@ -297,7 +299,8 @@ class Ledger:
         if lately:
             times = max(self._times_trials[-_LATELY:], default=_TRIALS_IN_PROOF / 2)
             whole_s = times * (next(iter(self._fine_s.values())) + self._fine_s[lately[-1]])
-        return max([whole_s, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
+        longest_s = max([whole_s, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
+        return longest_s if self.made > 1 else _AT_LEAST * longest_s
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]
