@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
+from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage
 from frameworm.engine.run import train_workload
 from frameworm.hardware.resolve import resolve_here
@@ -54,3 +57,31 @@ def test_validation_on_the_way_leaves_training_as_it_is() -> None:
     assert first is not None
     assert after_epoch == ends[0][0][1], "before step 51 nothing has changed since the first epoch ended"
     assert first > after_epoch
+
+
+class StartsAnew(Gate):
+    """The first steps take long, as where the compiler works; then the figures begin anew."""
+
+    def __init__(self, at: int | None) -> None:
+        self._at = at
+
+    def enter(self, step: int) -> Passage:
+        return "anew" if step == self._at else "go"
+
+    def admit(self, batch: StepBatch) -> None:
+        if batch.batches and self._slow > 0:
+            self._slow -= 1
+            time.sleep(0.1)
+
+    _slow = 20
+
+
+def test_figures_that_begin_anew_hold_later_steps_only() -> None:
+    config = small_config()
+    shares = []
+    for at in (None, 21):
+        record = train_workload(config, build_workload(config), gate=StartsAnew(at))
+        shares.append(record.phases["forward"].mean_s)
+        assert record.steps == 55
+    assert shares[0] > 0.1 * 15 / 55, "the delay counts as forward: 15 of 20 steps are not warm-up"
+    assert shares[1] < shares[0] / 2

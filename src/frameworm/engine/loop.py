@@ -78,6 +78,7 @@ class Requests:
 
     save: Callable[..., None]
     sum_over_ranks: Callable[[list[float]], list[float]]
+    forget_steps: Callable[[], None]
     validate: Callable[[], Evaluation] | None = None
 
 
@@ -106,7 +107,7 @@ class TrainingLoop:
         self._events, self._ranks = after.events, after.ranks
         self._bad_numbers, self._spikes = after.bad_numbers, after.spikes
         self._save, self._validate = requests.save, requests.validate
-        self._sum_over_ranks = requests.sum_over_ranks
+        self._sum_over_ranks, self._forget_steps = requests.sum_over_ranks, requests.forget_steps
 
     def run(self) -> str:
         """Train until the end; returns the status: completed, or why it stopped before."""
@@ -179,6 +180,9 @@ class TrainingLoop:
             if gate is not None and (passage := gate.enter(number)) != "go":
                 if passage == "end":
                     return "completed"
+                if passage == "anew":
+                    self._drain()
+                    self._forget_steps()
                 if passage == "validate":
                     self._drain()
                     self._run_validation()

@@ -94,7 +94,12 @@ class TrainingSession:
                 None if store is None else make_save_turns(checkpoint, store, protection.agreement),
             ),
             AfterStep(self._output.events, parts.ranks, protection.bad_numbers, protection.spikes),
-            Requests(self._save, self._sum_over_ranks, None if job.validation is None else self._validate),
+            Requests(
+                self._save,
+                self._sum_over_ranks,
+                self._output.tally.start_anew,
+                None if job.validation is None else self._validate,
+            ),
         )
 
     def _before_step(self, number: int) -> None:

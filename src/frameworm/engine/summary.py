@@ -47,9 +47,14 @@ class Tally(Listener):
     """
 
     def __init__(self) -> None:
+        self._waiting: list[StepRecord] = []
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forget the steps so far."""
         self._aggregate = StepAggregate()
         self._account = StepAccount()
-        self._waiting: list[StepRecord] = []
+        self._waiting.clear()
 
     @property
     def aggregate(self) -> StepAggregate:

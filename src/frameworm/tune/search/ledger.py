@@ -230,7 +230,9 @@ class Ledger:
         """Why a trial whose start takes so long is not worth beginning; it would be stopped before it has measured."""
         if not setup_s or self.budget.time_s is None:
             return None
-        left_s = self._beside(1, self.budget.time_s) - setup_s  # its proof, or that of the whole, starts as slowly
+        left_s = (
+            self._beside(self._sure_of(1), self.budget.time_s) - setup_s
+        )  # its proof, or that of the whole, starts as slowly
         if left_s >= setup_s + self.usual_s("trial") / 2:
             return None
         return f"takes about {setup_s:.0f} s to start, and {max(left_s, 0.0):.0f} s {NO_TIME}"
@@ -280,12 +282,15 @@ class Ledger:
             raise BudgetSpentError(f"the budget of {self.budget.trials} trials is spent")
         if self.budget.time_s is None:
             return None
-        left_s = self._beside(reserve, self.budget.time_s) + over_s
+        left_s = self._beside(self._sure_of(reserve), self.budget.time_s) + over_s
         if self.made and left_s < needs_s:
             raise BudgetSpentError(f"the budget of {self.budget.time_s:.0f} s is spent")
         return left_s
 
-    def _beside(self, reserve: int, time_s: float) -> float:
+    def _sure_of(self, reserve: int) -> float:
+        return reserve if self.made > 1 else _AT_LEAST * reserve
+
+    def _beside(self, reserve: float, time_s: float) -> float:
         """What is left of the time beside some proofs."""
         return time_s - self.spent_s - reserve * self._long_proof_s()
 
@@ -299,8 +304,7 @@ class Ledger:
         if lately:
             times = max(self._times_trials[-_LATELY:], default=_TRIALS_IN_PROOF / 2)
             whole_s = times * (next(iter(self._fine_s.values())) + self._fine_s[lately[-1]])
-        longest_s = max([whole_s, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
-        return longest_s if self.made > 1 else _AT_LEAST * longest_s
+        return max([whole_s, *self._walls["proof"][-_LATELY:], *(self.proof_s(name) for name in lately)])
 
     def _guarded(
         self, make: Callable[[float | None], Outcome], left_s: float | None, outcome: type[Outcome]

@@ -142,7 +142,7 @@ class LiveGate(Gate):
     def enter(self, step: int) -> Passage:
         """Begin or end a window if one begins or ends here."""
         done = step - 1
-        waited = False
+        passage: Passage = "go"
         if self._admitted is not None:
             since, visits = self._admitted
             self._notes.append(StepNote(perf_counter() - since, visits))
@@ -165,12 +165,13 @@ class LiveGate(Gate):
                 return "end"
             self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
             self._watched = word.watched
-            waited = True
+            # What is watched warms up: the run's figures should be those of steps that have.
+            passage = "anew" if word.watched else "waited"
         if done == self._start_at:
             self._samples = 0
             self._notes = []
             self._begun = self._now()
-        return "waited" if waited else "go"
+        return passage
 
     def admit(self, batch: StepBatch) -> None:
         """Count what goes in, and look at it while the run warms up."""
