@@ -21,6 +21,7 @@ from frameworm.data.batches.equal_samples import (
     look_at_samples,
     unfit,
 )
+from frameworm.data.batches.one_block import BlockLoader, InOneBlock
 from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, share_of
 from frameworm.data.samples.skipping import SkippedLog, SkippingDataset
 from frameworm.data.samples.streams import StreamBatches
@@ -282,6 +283,7 @@ def build_loader(
         source = SkippingDataset(source, skipped)
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
+        return BlockLoader(source, batch_sampler=sampler, collate_fn=InOneBlock(collate), **common)
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)
 
 

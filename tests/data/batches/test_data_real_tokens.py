@@ -68,8 +68,8 @@ def test_capacities_and_widths_are_few() -> None:
 
 def test_a_width_that_came_before_serves_batches_that_are_hardly_narrower() -> None:
     plan = PaddingPlanner(widen=True)
-    widths = [plan(batch_of([3, longest]))[PLAN]["length"] for longest in (250, 220, 200, 100, 255, 110)]
-    assert widths == [256, 256, 224, 112, 256, 112]
+    widths = [plan(batch_of([3, longest]))[PLAN]["length"] for longest in (250, 220, 180, 100, 255, 110)]
+    assert widths == [256, 256, 192, 112, 256, 112]
 
 
 def test_as_many_borders_whatever_the_capacity() -> None:
