@@ -258,6 +258,22 @@ def test_the_fused_loss_is_tried_on_any_model_that_scores_words() -> None:
     assert "training.fused_loss=true" not in [item.label for item in possible(Context(sharded, H200, facts[0], 2))]
 
 
+@pytest.mark.parametrize(
+    ("capture", "many_shapes", "modes"),
+    [
+        ("off", False, ["reduce-overhead", "max-autotune"]),
+        ("step", False, ["max-autotune"]),
+        ("off", True, ["max-autotune"]),
+    ],
+)
+def test_compiled_parts_are_captured_where_the_step_is_not(capture: str, many_shapes: bool, modes: list[str]) -> None:
+    config = config_of(gpu={"device": "cuda", "compile_model": True, "capture": capture})
+    context = Context(config, H200, WorkloadFacts(many_shapes=many_shapes))
+    found = knob_named("compile_mode").candidates(context)
+    assert [item.changes["gpu.compile_mode"] for item in found] == modes
+    assert [item.setup_s for item in found] == [15.0, None][-len(modes) :]
+
+
 def test_cudnn_is_not_tried_where_gpt_has_kernels_of_its_own() -> None:
     knob = knob_named("flash_attention")
     for width, wanted in ((768, []), (576, ["cudnn"])):

@@ -184,3 +184,13 @@ def test_a_knob_that_shortens_next_to_nothing_is_not_tried(share: float, tried: 
     assert first_tries(machine, "workers", "other") == (["workers", "other"] if tried else ["other"])
     if not tried:
         assert "data wait and transfer take 0.4% of a step" in {item.reason for item in result.attempts}
+
+
+@pytest.mark.parametrize(("share", "tried"), [(0.0, False), (0.1, True), (None, True)])
+def test_kernels_of_attention_are_not_tried_where_there_is_none(share: float | None, tried: bool) -> None:
+    details = {"attention_share": share}
+    machine = Machine(lambda model: 1.0, results=lambda model: TrialResult([1.0] * 5, 1.0, details=details))
+    result = search(machine, [planted("flash", True, shortens=("attention",))], config_of(flash=False))
+    assert first_tries(machine, "flash") == (["flash"] if tried else [])
+    if not tried:
+        assert "the model has no attention that torch computes" in {item.reason for item in result.attempts}

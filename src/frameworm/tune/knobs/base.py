@@ -61,7 +61,8 @@ class Knob:
         suggested_by: Codes of the findings that it is a remedy for; a function of the context where that decides.
         expected_gain: Speedup less one that it brings where it applies and no finding says more; decides the order.
             Zero: tried only where a finding suggests it, or with a partner.
-        shortens: Phases of a step that it can make shorter, and so the most that it can gain; empty: nobody knows.
+        shortens: Phases of a step, or `attention`, that it can make shorter, and so the most that it can gain; empty:
+            nobody knows.
         setup_s: Usual start-up cost, such as compiling; a run that is shorter is not given it.
         value_setup_s: The start-up cost of a value, where values differ; None: the knob's.
         ordered: Values lie on a scale, so that beyond a value that is clearly worse none is tried.

@@ -11,7 +11,7 @@ from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
 # However many blocks there are, one is compiled (benchmarks/compile_scope.py, on a GPU).
-_BLOCK_SETUP_S = 10.0
+_COMPILE_S, _BLOCK_SETUP_S = 15.0, 10.0
 _LITTLE_PADDING = 0.05
 
 
@@ -70,7 +70,11 @@ def _compile_applies(context: Context) -> bool | str:
 
 
 def _compile_modes(context: Context) -> list[str]:
-    return ["max-autotune"] if context.resolved.gpu.compile_mode == "default" else []
+    if context.resolved.gpu.compile_mode != "default":
+        return []
+    # Where the step as a whole is not captured, the parts that are compiled may be.
+    parts = context.resolved.gpu.capture == "off" and not (context.workload.many_shapes or _of_many_widths(context))
+    return ["reduce-overhead", "max-autotune"] if parts else ["max-autotune"]
 
 
 def _compiled(context: Context) -> bool | str:
@@ -200,19 +204,21 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         "rounding",
         suggested_by=("host_bound", "compute_bound"),
         expected_gain=0.25,
-        setup_s=15.0,
+        setup_s=_COMPILE_S,
         value_setup_s=lambda value: _BLOCK_SETUP_S if value["gpu.compile_scope"] == "blocks" else None,
         partners=("capture", "batching"),
     ),
     Knob(
         "compile_mode",
         ("gpu.compile_mode",),
-        "Let the compiler time several kernels for each product.",
+        "Let the compiler time several kernels for each product, or capture the parts that it compiles.",
         _compile_modes,
         _compiled,
         "rounding",
+        lambda context: ("host_bound",) if "reduce-overhead" in _compile_modes(context) else (),
         expected_gain=0.02,
         setup_s=120.0,  # small text classifiers were not done after 97 s on an H200 with slow processors
+        value_setup_s=lambda value: _COMPILE_S if value == "reduce-overhead" else None,
     ),
     Knob(
         "combine_kernels",
@@ -255,6 +261,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         lambda context: () if context.workload.has_convolutions else ("compute_bound", "memory_pressure"),
         # Hardly a model has both.
         expected_gain=lambda context: 0.0 if context.workload.has_convolutions else 0.03,
+        shortens=("attention",),
         partners=("batching",),
     ),
     Knob(

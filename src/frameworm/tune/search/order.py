@@ -10,6 +10,8 @@ from frameworm.tune.knobs.base import Candidate, Knob
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.outcomes import TrialResult
 
+# What a knob may shorten beside phases; trials tell its share of the arithmetic, not of the time.
+ATTENTION = "attention"
 # An ordinary knob's trial on a machine that nothing is known of yet.
 _LEAST_COST_S = 1.0
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.
@@ -90,6 +92,8 @@ def too_little_to_gain(knob: Knob, context: Context, result: TrialResult, least:
         result: The run.
         least: The least gain, as a share, that is worth a trial.
     """
+    if knob.shortens == (ATTENTION,):
+        return "the model has no attention that torch computes" if result.details.get("attention_share") == 0 else None
     phases = result.details.get("phases") or {}
     shares = [known((phases.get(name) or {}).get("share")) for name in knob.shortens]
     if (

@@ -219,6 +219,7 @@ def _summary(record: RunRecord) -> dict[str, Any]:
         "verdict": record.verdict,
         "findings": plain["findings"],
         "phases": plain["phases"],
+        "attention_share": None if record.flops is None else record.flops.attention_share,
         "peak_bytes": record.memory.peak_bytes,
         "padding_waste": record.padding_waste,
         "captured_steps": record.captured_steps,
