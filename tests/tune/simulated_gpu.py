@@ -150,7 +150,9 @@ class Gpu:
         return "host_bound", [{"code": "host_bound", "share": 0.9, "remedies": remedies}]
 
 
-def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000, leaps: bool = True) -> TuneResult:
+def tune_on(
+    gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000, leaps: bool = True, many_widths: bool = True
+) -> TuneResult:
     """The search with all knobs from the plain config; without leaps, steps have two passes."""
     settings = [f"training.epochs={epochs}", "gpu.device=cuda"]
     if not leaps:
@@ -158,7 +160,7 @@ def tune_on(gpu: Gpu, *, budget_s: float = 480.0, epochs: int = 100_000, leaps: 
     config = load_config(CONFIGS / "ag_news_single_gpu.yaml", settings)
     workload = WorkloadFacts(
         accepts_packed=True,
-        many_widths=True,
+        many_widths=many_widths,
         assembles_batches=True,
         resident_bytes=50 * 2**20,
         samples_per_epoch=120_000,

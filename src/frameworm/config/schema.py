@@ -202,8 +202,10 @@ class DataConfig(Section):
         default="auto",
         description="Samples per validation batch on one device; auto: micro_batch, text_classifier: at least 256.",
     )
-    pad_to: Literal["longest", "max"] = Field(
-        default="longest", description="padded: up to the longest text of the batch, or always to max_seq_len."
+    pad_to: Literal["longest", "few", "max"] = Field(
+        default="longest",
+        description="padded: up to the longest text of the batch, on to one of a few widths (for captured steps, where "
+        "batches have an attention_mask), or always to max_seq_len.",
     )
     shuffle: bool = Field(default=True, description="A new order of the training samples in every epoch.")
     drop_last: bool = Field(default=False, description="Leave out the last, short step of an epoch.")

@@ -15,7 +15,7 @@ from torch import nn
 
 from frameworm.config.schema import Config
 from frameworm.data.adopt import adopt_loader
-from frameworm.data.batches.real_tokens import PaddingPlanner
+from frameworm.data.batches.real_tokens import FewWidths, PaddingPlanner
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
 from frameworm.engine.experiment import describe_experiment
@@ -64,6 +64,7 @@ class Job:
     gate: Gate | None = None  # stands before every step
     beside: Beside = field(default_factory=Beside)  # what trains beside the model: parameters of the loss
     padding: PaddingPlanner | None = None  # says of every batch which tokens are padding, to leave them out
+    widths: FewWidths | None = None  # pads batches on
 
     @property
     def total_steps(self) -> int | None:
@@ -162,7 +163,9 @@ def build_job(config: Config, given: Ingredients) -> Job:
         for text in notes:
             log.info("%s", text)
     show = config.observe.progress
-    padding = None
+    padding, widths = None, None
+    if config.data.pad_to == "few" and not config.gpu.padding_free:
+        widths = FewWidths(widest_input(given.model), pin=device.type == "cuda")
     if config.gpu.padding_free:
         few = config.gpu.capture != "off" or config.gpu.compile_model
         padding = PaddingPlanner(widen=few, widest=widest_input(given.model), pin=device.type == "cuda")
@@ -176,7 +179,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         precision=precision,
         batch=Batch(micro, accumulation, process.world_size, global_batch),
         train=StepSource(
-            CudaDataLoader(loader, device, padding),
+            CudaDataLoader(loader, device, padding or widths),
             accumulation=accumulation,
             rank=process.rank,
             world_size=process.world_size,
@@ -202,6 +205,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         gate=given.gate,
         beside=beside,
         padding=padding,
+        widths=widths,
     )
 
 

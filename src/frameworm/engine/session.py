@@ -314,7 +314,8 @@ class TrainingSession:
         self._notes.append(unread)
         writer_notes = output.run.close()
         self.record.compilation = self._model.compiler.record()
-        self._notes += [self._model.compiler.note, self._model.attention.note]
+        widths = self._job.widths
+        self._notes += [self._model.compiler.note, self._model.attention.note, widths.note if widths else None]
         if isinstance(parts.step, CapturedStep):
             self.record.captured_steps = parts.step.captured_steps
             self._notes.append(parts.step.note)

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,12 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
     model, data = workload.model, workload.train_data
     packs = packable(data)
     size, why_not_resident = _equal_samples_bytes(workload)
+    batch = _masked_batch(config, workload)
     return WorkloadFacts(
         accepts_packed=packs and bool(getattr(model, "accepts_packed", False)),
         many_widths=_has_many_widths(data, workload.collate_fn),
         many_shapes=size is None and _has_many_shapes(config, workload),
+        masks_padding=batch is not None and MASK in batch,
         assembles_batches=bool(getattr(data, "assembles_batches", False)),
         resident_bytes=resident_bytes(packing_of(data)) if packs else size,
         why_not_resident=why_not_resident,
@@ -106,15 +109,15 @@ def workload_facts(config: Config, workload: Workload, world_size: int = 1) -> W
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         has_validation=workload.val_data is not None,
         validation_samples=None if workload.val_data is None else sample_count(workload.val_data),
-        padding_share=_padding_share(config, workload),
+        padding_share=_padding_share(workload.model, batch),
         automatic_workers=automatic_workers(data, world_size),
     )
 
 
-def _padding_share(config: Config, workload: Workload) -> float | None:
-    """Padding in a batch of the first samples; None where nothing says what padding is, or the model needs it."""
-    data, model = workload.train_data, workload.model
-    if not switchable(model) or not find_repeated_blocks(model) or sample_count(data) is None:
+def _masked_batch(config: Config, workload: Workload) -> Mapping[str, Any] | None:
+    """A batch of the first samples, where it has a mask of tokens."""
+    data = workload.train_data
+    if sample_count(data) is None:
         return None
     try:
         rows = [data[place] for place in range(min(_micro_batch(config), len(data)))]
@@ -122,7 +125,13 @@ def _padding_share(config: Config, workload: Workload) -> float | None:
     except Exception as error:  # a ready loader, or samples that only the loader of a run can read
         log.debug("no batch to look for padding in: %s", error)
         return None
-    if why_unsuitable(batch) is not None:
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    return batch if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def _padding_share(model: nn.Module, batch: Mapping[str, Any] | None) -> float | None:
+    """Padding in a batch; None where nothing says what padding is, or the model needs it."""
+    if batch is None or not switchable(model) or not find_repeated_blocks(model) or why_unsuitable(batch) is not None:
         return None
     return float((batch[MASK] == 0).double().mean())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from frameworm.data.batches.real_tokens import (
     MASK,
     PLAN,
+    FewWidths,
     PaddingPlanner,
     cut_back,
     few_widths,
@@ -70,6 +71,27 @@ def test_a_width_that_came_before_serves_batches_that_are_hardly_narrower() -> N
     plan = PaddingPlanner(widen=True)
     widths = [plan(batch_of([3, longest]))[PLAN]["length"] for longest in (250, 220, 180, 100, 255, 110)]
     assert widths == [256, 256, 192, 112, 256, 112]
+
+
+def test_batches_are_padded_on_to_few_widths() -> None:
+    generator = np.random.default_rng(0)
+    widths = FewWidths()
+    seen = set()
+    for _ in range(100):
+        lengths = generator.integers(16, 257, 8).tolist()
+        batch = batch_of(lengths)
+        wider = widths({**batch, "labels": torch.zeros(8)})
+        seen.add(wider["input_ids"].shape[1])
+        assert int(wider[MASK].sum()) == sum(lengths)
+        assert torch.equal(wider["input_ids"][:, : max(lengths)], batch["input_ids"])
+    assert len(seen) <= 5
+    assert all(str(width) in widths.note for width in seen)
+    full = batch_of([5, 5])
+    kept = widths({**full, "labels": full["input_ids"]})
+    assert kept["input_ids"].shape == (2, 5), "nothing says what the loss ignores"
+    assert widths.note.endswith("1 of 101 could not be")
+    with pytest.raises(ConfigError, match=r"data\.pad_to: few needs batches .* attention_mask"):
+        FewWidths()((torch.ones(2, 3), torch.ones(2)))
 
 
 def test_as_many_borders_whatever_the_capacity() -> None:

@@ -441,6 +441,25 @@ def in_lock_step(gate: Gate, faulty: bool = False, **gpu: Any) -> None:
     run_job(build_job(resolve_here(config, 1), given))
 
 
+def test_wider_padding_trains_the_same_model() -> None:
+    losses, widths = [], []
+    for pad_to in ("longest", "few"):
+        model = bert()
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        config = load_config_from_mapping({"workload": "a.b:c", "data": {"pad_to": pad_to}, "gpu": {"device": "cpu"}})
+        loader = DataLoader(Texts(96), 16, collate_fn=pad, drop_last=True)
+        given = Ingredients(model, optimizer, None, lambda total: NoSchedule(), loader, seed=5)
+        record = run_job(build_job(resolve_here(config, 1), given))
+        losses.append(record.quality.train_loss)
+        assert any("data.pad_to" in note for note in record.notes) is (pad_to == "few")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    half = len(widths) // 2
+    assert len(set(widths[half:])) < len(set(widths[:half]))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile

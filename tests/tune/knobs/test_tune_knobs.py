@@ -148,6 +148,17 @@ def test_a_graph_is_not_tried_where_hardly_two_batches_have_the_same_shape(sizes
     assert (told is not None and "same shape" in told) is many
 
 
+def test_masked_batches_of_many_widths_are_captured_on_few() -> None:
+    config = config_of(gpu={"device": "cuda", "compile_model": True})
+    widths, capture = knob_named("widths"), knob_named("capture")
+    for masked in (True, False):
+        context = Context(config, H200, WorkloadFacts(many_widths=True, many_shapes=True, masks_padding=masked))
+        assert capture.why_not(context) is not None
+        assert (widths.why_not(context) is None) is masked
+    (few,) = widths.candidates(context)
+    assert capture.why_not(context.having(apply_changes(config, few.changes))) is None
+
+
 def test_small_data_goes_to_the_device_with_what_usually_gains_much() -> None:
     config = config_of(gpu={"device": "cuda"})
     for size, gain in ((10_000, 0.1), (1_000_000, 0.05)):

@@ -175,6 +175,26 @@ def test_where_not_all_can_be_had_at_once_the_quick_ones_are_tried_together() ->
     assert step_s(result.best) == pytest.approx(0.74e-3), "captured alone, which is faster here than packed"
 
 
+class NoPacking(Gpu):
+    """A GPU machine with a model that cannot take packed texts, which shows only when it runs."""
+
+    def run_trial(self, request: TrialRequest) -> TrialResult:
+        if request.config.data.batching == "packed":
+            self.now_s += TRIAL_S
+            self.made.append(f"trial {request.label}")
+            return TrialResult(failure=Failure("not_applicable", "data.batching: the model cannot take it"))
+        return super().run_trial(request)
+
+
+def test_what_a_model_refuses_is_left_out_of_what_is_tried_together() -> None:
+    gpu = NoPacking()
+    result = tune_on(gpu, many_widths=False)
+    assert gpu.made[1].startswith("trial gpu.capture=step, data.batching=packed, gpu.compile_model=true")
+    assert gpu.made[2] == "trial gpu.capture=step, gpu.compile_model=true, gpu.compile_scope=model"
+    assert not [label for label in gpu.made[3:5] if "packed" in label]
+    assert result.best.gpu.capture == "step"
+
+
 @pytest.mark.parametrize(("share", "tried"), [(0.004, False), (0.05, True)])
 def test_a_knob_that_shortens_next_to_nothing_is_not_tried(share: float, tried: bool) -> None:
     phases = {"phases": {"data_wait": {"mean_s": share, "share": share}}}

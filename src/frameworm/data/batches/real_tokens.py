@@ -48,11 +48,9 @@ class PaddingPlanner:
     """
 
     def __init__(self, *, widen: bool, widest: int | None = None, pin: bool = False) -> None:
-        self._widen = widen
-        self._widest = widest
+        self._widths = FewWidths(widest, pin=pin) if widen else None
         self._pin = pin
         self.first_width: int | None = None
-        self._widths: list[int] = []
         self._batches = self._planned = self._tokens = self._computed = 0
 
     @property
@@ -82,22 +80,65 @@ class PaddingPlanner:
         rows, width = real.shape
         self.first_width = self.first_width or width
         self._tokens += rows * width
-        if self._widen:
-            wider = self._usual_width(few_widths(width, self._widest))
-            before, batch = batch, widened(batch, wider) or batch
-            if self._pin:
-                batch = {name: item if item is before[name] else item.pin_memory() for name, item in batch.items()}
+        if self._widths is not None:
+            batch = self._widths(batch)
             width = batch[MASK].shape[1]
         plan = make_plan(real, width, pin=self._pin)
         self._planned += 1
         self._computed += len(plan["places"])
         return {**batch, PLAN: plan}
 
-    def _usual_width(self, width: int) -> int:
+
+class FewWidths:
+    """Pads batches on to one of a few widths, where their parts allow it.
+
+    Args:
+        widest: No batch is made wider than this; None: no limit.
+        pin: Put what is made in page-locked memory.
+    """
+
+    def __init__(self, widest: int | None = None, *, pin: bool = False) -> None:
+        self._widest = widest
+        self._pin = pin
+        self._known: list[int] = []
+        self._batches = self._left = 0
+
+    @property
+    def note(self) -> str:
+        """What became of the batches, for the summary."""
+        widths = ", ".join(map(str, sorted(self._known)))
+        text = f"data.pad_to: batches were padded on to the widths {widths}"
+        return f"{text}; {self._left} of {self._batches} could not be" if self._left else text
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch, wider; as it is where that would say something else.
+
+        Raises:
+            ConfigError: The first batch has no mask that says what is padding.
+        """
+        self._batches += 1
+        mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            if self._batches == 1:
+                raise ConfigError(
+                    f"data.pad_to: few needs batches that are dicts with a tensor {MASK} of [samples, tokens], which "
+                    "says what is padding; leave it at longest"
+                )
+            self._left += 1
+            return batch
+        wider = widened(batch, self._usual(few_widths(mask.shape[1], self._widest)))
+        if wider is None:
+            self._left += 1
+            return batch
+        if self._pin:
+            return {name: item if item is batch[name] else item.pin_memory() for name, item in wider.items()}
+        return wider
+
+    def _usual(self, width: int) -> int:
         """One that came before, where it is hardly wider: a new one is compiled for and captured."""
-        near = [known for known in self._widths if width <= known <= _NEAR * width]
+        near = [known for known in self._known if width <= known <= _NEAR * width]
         if not near:
-            self._widths.append(width)
+            self._known.append(width)
         return min(near, default=width)
 
 

@@ -81,8 +81,8 @@ def load_text_classification(
         )
     train, val = _token_stores(corpus, data, "classifier", progress)
     return TextData(
-        train=TextDataset(train, max_seq_len, data.pad_to, data.limit),
-        val=TextDataset(val, max_seq_len, data.pad_to) if val is not None else None,
+        train=TextDataset(train, max_seq_len, "max" if data.pad_to == "max" else "longest", data.limit),
+        val=TextDataset(val, max_seq_len, "max" if data.pad_to == "max" else "longest") if val is not None else None,
         num_classes=len(corpus.class_names),
         vocab_size=int(train.meta["vocab_size"]),
         pad_id=int(train.meta["pad_id"]),

@@ -85,7 +85,7 @@ def _text_classifier(config: Config, settings: TextClassifierModelConfig, mean: 
         }
 
     if config.data.batching != "packed":
-        if config.data.pad_to == "longest":
+        if config.data.pad_to != "max":
             notes.append(f"batches are planned at the greatest width, {length} tokens")
         return DryWorkload(model, padded, padded, notes=notes)
     if mean is None:

@@ -36,6 +36,7 @@ class WorkloadFacts:
     accepts_packed: bool = False
     many_widths: bool = False  # padded batches are as wide as their longest sample, and that differs
     many_shapes: bool = False  # hardly two batches have the same
+    masks_padding: bool = False  # batches have an attention_mask
     assembles_batches: bool = False  # no Python per sample, so loader processes do not pay
     resident_bytes: int | None = None  # of the training set on a device
     why_not_resident: str | None = "the samples are not known to be tensors of one shape"  # unless packed; None: may be

@@ -82,6 +82,16 @@ def _resident_gain(context: Context) -> float:
     return 0.1 if size <= _HARDLY_ANY * _TRAINED * parameters else 0.05
 
 
+def _widths_apply(context: Context) -> bool | str:
+    if not context.workload.many_widths:
+        return "batches do not differ in width"
+    if not context.workload.masks_padding:
+        return "no attention_mask says what padding is"
+    if context.resolved.gpu.padding_free:
+        return "padding is left out"
+    return context.resolved.data.batching == "padded" or "batches are put together in another way"
+
+
 def _workers_apply(context: Context) -> bool | str:
     if context.resolved.data.resident is True:
         return _ON_THE_DEVICE
@@ -153,6 +163,17 @@ DATA_KNOBS: tuple[Knob, ...] = (
         expected_gain=0.4,
         partners=("capture", "compile"),
         reference={"data.batching": "padded", "data.balance": True},
+    ),
+    Knob(
+        "widths",
+        ("data.pad_to",),
+        "Pad batches on to one of a few widths, so that steps can be captured.",
+        lambda context: ["few"] if context.config.data.pad_to == "longest" else [],
+        _widths_apply,
+        "rounding",
+        ("recompilation",),
+        expected_gain=lambda context: 0.1 if context.on_gpu else 0.0,
+        partners=("capture", "compile"),
     ),
     Knob(
         "resident",

@@ -58,9 +58,14 @@ def _compile_values(context: Context) -> list[dict[str, Any]]:
     return [{"gpu.compile_model": True, "gpu.compile_scope": scope} for scope in scopes]
 
 
+def _of_few_shapes(context: Context) -> bool:
+    """Whether something sees to it that batches come in few shapes."""
+    data = context.resolved.data
+    return data.batching != "padded" or data.pad_to != "longest" or context.resolved.gpu.padding_free
+
+
 def _of_many_widths(context: Context) -> bool:
-    resolved = context.resolved
-    return context.workload.many_widths and resolved.data.batching == "padded" and not resolved.gpu.padding_free
+    return context.workload.many_widths and not _of_few_shapes(context)
 
 
 def _compile_applies(context: Context) -> bool | str:
@@ -73,7 +78,8 @@ def _compile_modes(context: Context) -> list[str]:
     if context.resolved.gpu.compile_mode != "default":
         return []
     # Where the step as a whole is not captured, the parts that are compiled may be.
-    parts = context.resolved.gpu.capture == "off" and not (context.workload.many_shapes or _of_many_widths(context))
+    many = (context.workload.many_shapes or context.workload.many_widths) and not _of_few_shapes(context)
+    parts = context.resolved.gpu.capture == "off" and not many
     return ["reduce-overhead", "max-autotune"] if parts else ["max-autotune"]
 
 
@@ -97,8 +103,7 @@ def _capture_applies(context: Context) -> bool | str:
         return "a graph does not hold what travels between processes"
     if context.resolved.gpu.compile_model and _of_many_widths(context):
         return "each width of a batch would be compiled and captured"
-    few = context.resolved.gpu.padding_free or context.resolved.data.batching != "padded"
-    if context.workload.many_shapes and not few:
+    if context.workload.many_shapes and not _of_few_shapes(context):
         return "hardly two batches have the same shape, and a graph is for one"
     return context.resolved.parallel.strategy == "single" or f"not with strategy {context.resolved.parallel.strategy}"
 

@@ -225,16 +225,27 @@ class Search:
         usual = [item for item in self._knobs.values() if not item.ordered and item.gain(context) >= _USUALLY_MUCH]
         usual.sort(key=lambda knob: -knob.gain(context))
         for chosen, place in ((usual, 0), (usual, 1), ([knob for knob in usual if not knob.setup_s], 0)):
-            parts = self._parts_of(chosen, place)
-            bundle = functools.reduce(together, parts) if len(parts) > 1 else None
-            if bundle is None or self._challenge.has_tried(bundle):
+            if place and [item.failure for item in self.result.attempts[-1:]] != ["capture_refused"]:
                 continue
-            if place and self.result.attempts[-1].failure != "capture_refused":
-                continue
-            if self._try_alone(bundle, _LEAP, sum(self._start_of(part) for part in parts), at_once=True):
-                self._leapt = parts
-                self._tried.update({part.knob: len(self.result.accepted) for part in parts})
-                return
+            parts = self._parts_of([knob for knob in chosen if knob in usual], place)
+            while len(parts) > 1:
+                bundle = functools.reduce(together, parts)
+                if self._challenge.has_tried(bundle):
+                    break
+                if self._try_alone(bundle, _LEAP, sum(self._start_of(part) for part in parts), at_once=True):
+                    self._leapt = parts
+                    self._tried.update({part.knob: len(self.result.accepted) for part in parts})
+                    return
+                if (refused := self._refused_of(parts)) is None:
+                    break
+                usual.remove(refused)
+                parts = self._parts_of([knob for knob in chosen if knob in usual], place)
+
+    def _refused_of(self, parts: Sequence[Candidate]) -> Knob | None:
+        """The part of the last attempt that the model or its data do not allow, as the refusal names it."""
+        last = self.result.attempts[-1]
+        named = [part for part in parts if any(last.reason.startswith(key) for key in part.changes)]
+        return self._knobs[named[0].knob] if last.failure == "not_applicable" and named else None
 
     def _start_of(self, part: Candidate) -> float:
         """Seconds that it usually takes to start."""
