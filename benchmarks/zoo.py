@@ -189,12 +189,14 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what was measured so far")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
+    if arguments.table:
+        for path in sorted(arguments.out.glob("zoo-*.json")):
+            print(path.name)
+            tell(json.loads(path.read_text(encoding="utf-8"))["results"])
+        return
     device = torch.device(arguments.device)
     path = arguments.out / f"zoo-{device_word(device)}.json"
     results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
-    if arguments.table:
-        tell(results)
-        return
     if arguments.zoo is None or not (arguments.zoo / "expert.py").exists():
         parser.error("--zoo must be a folder with models.py and expert.py")
     zoo = arguments.zoo.absolute()

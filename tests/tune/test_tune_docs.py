@@ -26,7 +26,7 @@ def test_the_page_lists_every_knob_with_its_settings_and_numbers() -> None:
 
 
 def test_the_knob_of_the_example_is_one() -> None:
-    found = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(r"```python\n(# my_package/knobs.py\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     names: dict[str, object] = {}
     exec(found[1], names)
