@@ -98,8 +98,15 @@ def search(zoo: Path, config: Path, folder: Path, budget_s: float) -> dict[str, 
     if not (folder / "tune.json").exists():
         return {"error": (folder.parent / f"{config.stem}.log").read_text(encoding="utf-8")[-300:], "wall_s": wall_s}
     told = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
-    kept = ("speedup", "changes", "stopped", "attempts", "accepted", "baseline", "final")
-    return {**{key: told.get(key) for key in kept}, "wall_s": wall_s}
+    return {**in_short(told), "wall_s": wall_s}
+
+
+def in_short(told: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of tune.json: what was found and tried; the proofs have hundreds of lines."""
+    trial = ("seconds_per_sample", "setup_s", "verdict")
+    kept: dict[str, Any] = {key: told.get(key) for key in ("speedup", "changes", "stopped")}
+    kept["attempts"] = [{key: item[key] for key in ("label", "status", "reason")} for item in told["attempts"]]
+    return {**kept, **{side: {key: (told.get(side) or {}).get(key) for key in trial} for side in ("baseline", "final")}}
 
 
 def measure(path: Path, folder: Path, limit_s: float) -> dict[str, Any]:

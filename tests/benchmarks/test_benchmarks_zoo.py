@@ -62,3 +62,17 @@ def test_a_loop_keeps_its_figures_until_it_is_measured_again(zoo: ModuleType) ->
     earlier = [{"loop": "graphs", "samples_per_s": 3.0}, {"loop": "plain", "samples_per_s": 1.0}]
     loops = zoo.merged(earlier, [{"loop": "graphs", "samples_per_s": 4.0}])
     assert [(item["loop"], item["samples_per_s"]) for item in loops] == [("plain", 1.0), ("graphs", 4.0)]
+
+
+def test_of_a_search_it_keeps_what_was_found_and_tried(zoo: ModuleType) -> None:
+    attempt = {"label": "gpu.capture=step", "status": "accepted", "reason": "2 x", "proof": {"outputs": [1] * 500}}
+    told = {
+        "speedup": {"value": 2.0},
+        "changes": {},
+        "stopped": "",
+        "attempts": [attempt],
+        "baseline": {"setup_s": 1.0},
+    }
+    kept = zoo.in_short({**told, "final": None})
+    assert kept["attempts"] == [{"label": "gpu.capture=step", "status": "accepted", "reason": "2 x"}]
+    assert kept["baseline"] == {"seconds_per_sample": None, "setup_s": 1.0, "verdict": None}
