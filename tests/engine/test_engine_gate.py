@@ -64,16 +64,15 @@ class StartsAnew(Gate):
 
     def __init__(self, at: int | None) -> None:
         self._at = at
+        self._slow = 20
 
     def enter(self, step: int) -> Passage:
         return "anew" if step == self._at else "go"
 
     def admit(self, batch: StepBatch) -> None:
-        if batch.batches and self._slow > 0:
+        if self._slow > 0:
             self._slow -= 1
             time.sleep(0.1)
-
-    _slow = 20
 
 
 def test_figures_that_begin_anew_hold_later_steps_only() -> None:
