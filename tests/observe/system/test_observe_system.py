@@ -74,7 +74,7 @@ def test_growing_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with sampler:
         while (elapsed_s := time.monotonic() - began) < 3:
-            # By the clock, so that a busy machine changes nothing; so much that what other tests left to free is little.
+            # By the clock, so that a busy machine changes nothing; much, so that what other tests leave to free is not.
             held += [b"x" * 1_000_000 for _ in range(int(elapsed_s * 100) - len(held))]
             time.sleep(0.01)
     summary = sampler.summary()
