@@ -59,15 +59,15 @@ def test_validation_on_the_way_leaves_training_as_it_is() -> None:
     assert first > after_epoch
 
 
-class StartsAnew(Gate):
-    """The first steps take long, as where the compiler works; then the figures begin anew."""
+class Resets(Gate):
+    """The first steps take long, as where the compiler works; then the figures start over."""
 
     def __init__(self, at: int | None) -> None:
         self._at = at
         self._slow = 20
 
     def enter(self, step: int) -> Passage:
-        return "anew" if step == self._at else "go"
+        return "reset" if step == self._at else "go"
 
     def admit(self, batch: StepBatch) -> None:
         if self._slow > 0:
@@ -75,11 +75,11 @@ class StartsAnew(Gate):
             time.sleep(0.1)
 
 
-def test_figures_that_begin_anew_hold_later_steps_only() -> None:
+def test_figures_that_start_over_hold_later_steps_only() -> None:
     config = small_config()
     shares = []
     for at in (None, 21):
-        record = train_workload(config, build_workload(config), gate=StartsAnew(at))
+        record = train_workload(config, build_workload(config), gate=Resets(at))
         shares.append(record.phases["forward"].mean_s)
         assert record.steps == 55
     assert shares[0] > 0.1 * 15 / 55, "the delay counts as forward: 15 of 20 steps are not warm-up"

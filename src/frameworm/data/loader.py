@@ -327,7 +327,7 @@ class OptimizedDataLoader:
         return StepShape(samples, global_samples, *self._tokens.of(self._sampler, step))
 
     def close(self) -> None:
-        """Stop the workers and the packing thread and free resident samples; iterating again starts them anew."""
+        """Stop the workers and the packing thread and free resident samples; iterating again restarts them."""
         self._loader = None
         for source in (self._packed, self._resident):
             if source is not None:

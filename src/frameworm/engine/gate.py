@@ -10,9 +10,9 @@ from frameworm.engine.model.precision import Precision
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.step import TrainStep
 
-# go: at once. waited: time has passed that belongs to no step. anew: the same, and the steps before count no longer in
-# the run's figures. validate: validate first, then go. end: the run is over, as if this were its last step.
-Passage = Literal["go", "waited", "anew", "validate", "end"]
+# go: at once. waited: time has passed that belongs to no step. reset: the same, and the run's figures start over from
+# here. validate: validate first, then go. end: the run is over, as if this were its last step.
+Passage = Literal["go", "waited", "reset", "validate", "end"]
 
 
 class Session(NamedTuple):

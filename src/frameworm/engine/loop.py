@@ -180,7 +180,7 @@ class TrainingLoop:
             if gate is not None and (passage := gate.enter(number)) != "go":
                 if passage == "end":
                     return "completed"
-                if passage == "anew":
+                if passage == "reset":
                     self._drain()
                     self._forget_steps()
                 if passage == "validate":

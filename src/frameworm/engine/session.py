@@ -97,7 +97,7 @@ class TrainingSession:
             Requests(
                 self._save,
                 self._sum_over_ranks,
-                self._output.tally.start_anew,
+                self._output.tally.reset,
                 None if job.validation is None else self._validate,
             ),
         )

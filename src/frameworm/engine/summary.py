@@ -48,9 +48,9 @@ class Tally(Listener):
 
     def __init__(self) -> None:
         self._waiting: list[StepRecord] = []
-        self.start_anew()
+        self.reset()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Forget the steps so far."""
         self._aggregate = StepAggregate()
         self._account = StepAccount()

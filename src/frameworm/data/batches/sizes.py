@@ -9,7 +9,7 @@ which. Where that leaves more than one number, or none, the answer is None.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,3 +146,12 @@ def _may_be_samples(batch: list[Any]) -> bool:
     if len({(item.dtype, item.dim()) for item in batch}) > 1 or len({item.shape for item in batch}) == 1:
         return False
     return batch[0].dim() > 2 or len({item.shape[:1] for item in batch}) > 1
+
+
+def changed_parts(item: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain container with its parts changed; other objects stay as they are."""
+    if type(item) is tuple or type(item) is list:
+        return type(item)(change(part) for part in item)
+    if type(item) is dict:
+        return {name: change(part) for name, part in item.items()}
+    return item

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from frameworm.data.batches.sizes import changed_parts
 
 
 class TokenPlan(NamedTuple):
@@ -39,15 +40,6 @@ def unpacked(item: Any, plan: TokenPlan) -> Any:
             return item
         return _moved(item, plan.back, plan.places).view(plan.rows, plan.width, *item.shape[2:])
     return changed_parts(item, lambda part: unpacked(part, plan))
-
-
-def changed_parts(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A plain container with its parts changed; other objects stay as they are."""
-    if type(item) is tuple or type(item) is list:
-        return type(item)(change(part) for part in item)
-    if type(item) is dict:
-        return {name: change(part) for name, part in item.items()}
-    return item
 
 
 class _Moved(torch.autograd.Function):

@@ -9,6 +9,8 @@ from typing import Any
 from frameworm.guard.proof import Mathematics
 from frameworm.tune.knobs.context import Changes, Context, setting_of
 
+# What a knob may shorten beside phases; trials tell its share of the arithmetic, not of the time.
+ATTENTION = "attention"
 # True, or why it does not apply.
 Applies = Callable[[Context], "bool | str"]
 

@@ -10,9 +10,9 @@ from frameworm.tune.knobs.base import Knob
 from frameworm.tune.knobs.context import Context
 
 _RESIDENT_SHARE = 0.25
-# Where a step waits for its batch.
 # A data set of this share of what training keeps anyway: weights, gradients and two moments.
 _HARDLY_ANY, _TRAINED = 0.1, 4
+# Where a step waits for its batch.
 _INPUT = ("data_wait", "transfer")
 _ON_THE_DEVICE = "batches are put together on the device"
 

@@ -7,7 +7,7 @@ from typing import Any
 from frameworm.config.schema import GPTModelConfig, TextClassifierModelConfig
 from frameworm.models.causal_attention import fits_causal_kernels
 from frameworm.models.gpt import FUSED_FROM
-from frameworm.tune.knobs.base import Knob
+from frameworm.tune.knobs.base import ATTENTION, Knob
 from frameworm.tune.knobs.context import Context
 
 # However many blocks there are, one is compiled (benchmarks/compile_scope.py, on a GPU).
@@ -68,6 +68,10 @@ def _of_many_widths(context: Context) -> bool:
     return context.workload.many_widths and not _of_few_shapes(context)
 
 
+def _of_many_shapes(context: Context) -> bool:
+    return context.workload.many_shapes and not _of_few_shapes(context)
+
+
 def _compile_applies(context: Context) -> bool | str:
     if context.resolved.gpu.capture != "off" and _of_many_widths(context):
         return "each width of a batch would be compiled and captured"
@@ -78,9 +82,9 @@ def _compile_modes(context: Context) -> list[str]:
     if context.resolved.gpu.compile_mode != "default":
         return []
     # Where the step as a whole is not captured, the parts that are compiled may be.
-    many = (context.workload.many_shapes or context.workload.many_widths) and not _of_few_shapes(context)
-    parts = context.resolved.gpu.capture == "off" and not many
-    return ["reduce-overhead", "max-autotune"] if parts else ["max-autotune"]
+    if context.resolved.gpu.capture == "off" and not (_of_many_widths(context) or _of_many_shapes(context)):
+        return ["reduce-overhead", "max-autotune"]
+    return ["max-autotune"]
 
 
 def _compiled(context: Context) -> bool | str:
@@ -103,7 +107,7 @@ def _capture_applies(context: Context) -> bool | str:
         return "a graph does not hold what travels between processes"
     if context.resolved.gpu.compile_model and _of_many_widths(context):
         return "each width of a batch would be compiled and captured"
-    if context.workload.many_shapes and not _of_few_shapes(context):
+    if _of_many_shapes(context):
         return "hardly two batches have the same shape, and a graph is for one"
     return context.resolved.parallel.strategy == "single" or f"not with strategy {context.resolved.parallel.strategy}"
 
@@ -169,7 +173,7 @@ def _fused_loss_applies(context: Context) -> bool | str:
 def _fused_loss_gain(context: Context) -> float:
     if _fuses_loss(context):
         return 0.01
-    # Of a model of others it also makes the compiler's part smaller; on an H200 5 to 15%.
+    # It also leaves less to compile.
     return 0.1 if context.on_gpu and context.workload.has_wide_head else 0.03
 
 
@@ -266,7 +270,7 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         lambda context: () if context.workload.has_convolutions else ("compute_bound", "memory_pressure"),
         # Hardly a model has both.
         expected_gain=lambda context: 0.0 if context.workload.has_convolutions else 0.03,
-        shortens=("attention",),
+        shortens=(ATTENTION,),
         partners=("batching",),
     ),
     Knob(

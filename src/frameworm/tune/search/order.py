@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frameworm.records.estimate import known
-from frameworm.tune.knobs.base import Candidate, Knob
+from frameworm.tune.knobs.base import ATTENTION, Candidate, Knob
 from frameworm.tune.knobs.context import Context
 from frameworm.tune.trials.outcomes import TrialResult
 
-# What a knob may shorten beside phases; trials tell its share of the arithmetic, not of the time.
-ATTENTION = "attention"
 # An ordinary knob's trial on a machine that nothing is known of yet.
 _LEAST_COST_S = 1.0
 # Values of a scale beyond one that is so much slower than its neighbour are not tried.

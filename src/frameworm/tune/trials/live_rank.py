@@ -166,7 +166,7 @@ class LiveGate(Gate):
             self._start_at, self._stop_at = done + word.lead_in, done + word.lead_in + word.steps
             self._watched = word.watched
             # What is watched warms up: the run's figures should be those of steps that have.
-            passage = "anew" if word.watched else "waited"
+            passage = "reset" if word.watched else "waited"
         if done == self._start_at:
             self._samples = 0
             self._notes = []
