@@ -369,7 +369,9 @@ class GPUConfig(Section):
     )
     tf32: bool = Field(default=True, description="TensorFloat-32 for fp32 matrix products.")
     channels_last: bool | Auto = Field(
-        default="auto", description="Images with channels last; auto: for convolutions in half precision on a GPU."
+        default="auto",
+        description="Images with channels last; auto: for convolutions in half precision on a GPU, unless the model is "
+        "compiled: the compiler chooses.",
     )
     fused_optimizer: bool | Auto = Field(
         default="auto", description="One kernel for the whole update where torch has one."

@@ -90,7 +90,7 @@ def prepare_model(job: Job) -> PreparedModel:
     strategy.scale_losses_by(job.precision.loss_scale)
     recorder, note = make_recorder(config.gpu.capture, strategy)
     layout = False if strategy.shards_parameters else config.gpu.channels_last
-    if wants_channels_last(layout, job.model, job.precision, strategy.device):
+    if wants_channels_last(layout, job.model, job.precision, strategy.device, compiled=config.gpu.compile_model):
         job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     job.optimizer = strategy.shard_optimizer(job.optimizer)
     compiler = Compiler(config.gpu, captured=recorder is not None)

@@ -337,6 +337,22 @@ def test_what_the_config_refuses_is_never_a_candidate() -> None:
     assert not [item for item in possible(context) if item.knob in ("compile", "capture", "bucket_size")]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "values"),
+    [
+        ({"device": "cuda"}, "already so by auto"),
+        ({"device": "cuda", "compile_model": True}, [True]),
+        ({"device": "cuda", "compile_model": True, "channels_last": True}, [False]),
+        ({"device": "cuda", "mixed_precision": "off"}, [True]),
+        ({"device": "cuda", "channels_last": True}, "already so"),
+    ],
+)
+def test_the_compiler_chooses_where_channels_lie_unless_told(gpu: dict[str, Any], values: list[bool] | str) -> None:
+    knob = knob_named("memory_format")
+    context = Context(config_of(gpu=gpu), H200, WorkloadFacts(has_convolutions=True))
+    assert (knob.why_not(context) or [item.changes["gpu.channels_last"] for item in knob.candidates(context)]) == values
+
+
 def test_the_planner_prunes_what_does_not_fit() -> None:
     def planner(config: Config) -> str | None:
         size = config.training.micro_batch

@@ -53,14 +53,18 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def wants_channels_last(asked: bool | str, model: nn.Module, precision: Precision, device: torch.device) -> bool:
+def wants_channels_last(
+    asked: bool | str, model: nn.Module, precision: Precision, device: torch.device, *, compiled: bool
+) -> bool:
     """Whether images should lie with their channels last: the half-precision convolutions of GPUs are made for that.
 
-    It is enough to change the weights; cuDNN's results follow them.
+    It is enough to change the weights; cuDNN's results follow them. The compiler chooses by itself and would have to
+    keep to what it is given: a U-Net took 1.21 times as long so (one H200, `gpu.channels_last` of unet in
+    benchmarks/zoo.py).
     """
     if asked != "auto":
         return bool(asked)
-    if device.type != "cuda" or precision.name == "off":
+    if device.type != "cuda" or precision.name == "off" or compiled:
         return False
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
 

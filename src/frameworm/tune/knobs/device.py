@@ -137,12 +137,25 @@ def _padding_gain(context: Context) -> float:
     return 0.8 * share / max(1 - share, 0.1)
 
 
+def _channels_last(context: Context) -> bool:
+    """Whether images lie with their channels last as things stand; see `engine.model.precision`."""
+    gpu = context.resolved.gpu
+    if gpu.channels_last != "auto":
+        return bool(gpu.channels_last)
+    return context.on_gpu and gpu.mixed_precision != "off" and not gpu.compile_model
+
+
 def _channels_applies(context: Context) -> bool | str:
     if not context.workload.has_convolutions:
         return "the model has no convolutions"
-    if context.on_gpu and context.config.gpu.channels_last == "auto" and context.resolved.gpu.mixed_precision != "off":
-        return "already so by auto"
+    if _channels_last(context) and not context.resolved.gpu.compile_model:
+        return "already so" if context.config.gpu.channels_last is True else "already so by auto"
     return True
+
+
+def _channels_gain(context: Context) -> float:
+    # The compiler's own choice is mostly as good.
+    return 0.05 if _channels_last(context) or context.resolved.gpu.compile_model else 0.15
 
 
 def _is_gpt(context: Context) -> bool | str:
@@ -298,11 +311,11 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
         "memory_format",
         ("gpu.channels_last",),
         "Images with their channels last.",
-        lambda context: [True],
+        lambda context: [not _channels_last(context)],
         _channels_applies,
         "rounding",
         ("compute_bound",),
-        expected_gain=0.15,
+        expected_gain=_channels_gain,
         partners=("precision",),
     ),
     Knob(
