@@ -86,7 +86,7 @@ class Ledger:
         self.spent_s = 0.0
         self._walls: dict[str, list[float]] = {"trial": [], "proof": [], "check": []}
         self._fine_s: dict[str, float] = {}  # of trials that went to their end, by name
-        self._proofs_s: list[float] = []  # of proofs that gave a result
+        self._proofs: list[tuple[float, float]] = []  # of those with a result: what they took, and their slower trial
         self._times_trials: list[float] = []  # how many times what the trials of both sides took
         self._seen: dict[tuple[str, str], TrialResult | ProofResult | LongerResult] = {}
 
@@ -107,12 +107,13 @@ class Ledger:
         return _TRIALS_IN_PROOF * self.usual_s("trial") if kind == "proof" else 0.0
 
     def proof_s(self, trial: str | None) -> float:
-        """What the proof of a config with this trial should take: the quickest, and what it is slower to start."""
+        """What the proof of a config with this trial should take: as an earlier one, and what this is slower to start."""
         wall_s = None if trial is None else self._fine_s.get(trial)
         if wall_s is None:
             return self.usual_s("proof")
         quickest_s = min(self._fine_s.values())
-        return min(self._proofs_s, default=_TRIALS_IN_PROOF * quickest_s) + wall_s - quickest_s
+        known = self._proofs or [(_TRIALS_IN_PROOF * quickest_s, quickest_s)]
+        return min(proof_s + max(0.0, wall_s - slower_s) for proof_s, slower_s in known)
 
     def trial(
         self,
@@ -186,11 +187,14 @@ class Ledger:
         usual_s = self.usual_s("proof")
         needs_s = usual_s / 2 if last else min(usual_s, self.proof_s(digest_of(candidate)))
         over_s = _LAST_OVER * (self.budget.time_s or 0.0) if last else 0.0
-        known = len(self._proofs_s)
+        is_known = ("proof", name) in self._seen
         result = self._once("proof", name, change.label, make, ProofResult, reserve, needs_s, over_s)
-        sides_s = [self._fine_s[side] for side in map(digest_of, (baseline, candidate)) if side in self._fine_s]
-        if len(self._proofs_s) > known and len(sides_s) == 2:
-            self._times_trials.append(self._proofs_s[-1] / max(sum(sides_s), 1e-9))
+        if result.failure is None and not is_known:
+            wall_s = self._walls["proof"][-1]
+            sides_s = [self._fine_s[side] for side in map(digest_of, (baseline, candidate)) if side in self._fine_s]
+            self._proofs.append((wall_s, max(sides_s, default=0.0)))
+            if len(sides_s) == 2:
+                self._times_trials.append(wall_s / max(sum(sides_s), 1e-9))
         return result
 
     def longer_check(
@@ -271,8 +275,6 @@ class Ledger:
         self._walls[kind].append(wall_s)
         if isinstance(result, TrialResult) and result.failure is None and not result.stopped_early:
             self._fine_s[name] = wall_s
-        if isinstance(result, ProofResult) and result.failure is None:
-            self._proofs_s.append(wall_s)
         self._seen[kind, name] = result
         return result
 
