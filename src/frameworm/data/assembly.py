@@ -261,11 +261,26 @@ def build_loader(
     generator: torch.Generator,
     epoch: SharedEpoch,
     skipped: SkippedLog | None = None,
+    *,
+    copied: bool = False,
 ) -> DataLoader[Any]:
-    """The torch loader of a map-style data set with its sampler, or of a stream without one."""
+    """The torch loader of a map-style data set with its sampler, or of a stream without one.
+
+    Args:
+        source: The data set.
+        sampler: Its batches; None for a stream.
+        settings: The loader's.
+        workers: Loader processes.
+        generator: Seeds them.
+        epoch: They are told.
+        skipped: Where they write down what could not be read.
+        copied: Each batch will be copied to a device, and held until then.
+    """
+    pins = bool(settings.pin_memory) and torch.cuda.is_available()
+    page_locks = pins and copied and workers > 0 and sampler is not None
     common: dict[str, Any] = {
         "num_workers": workers,
-        "pin_memory": bool(settings.pin_memory) and torch.cuda.is_available(),
+        "pin_memory": pins and not page_locks,
         "generator": generator,
         "timeout": settings.timeout_s if workers else 0,
     }
@@ -283,7 +298,11 @@ def build_loader(
         source = SkippingDataset(source, skipped)
     if workers:
         source = SeededDataset(source, settings.seed, epoch)
-        return BlockLoader(source, batch_sampler=sampler, collate_fn=InOneBlock(collate), **common)
+        # Torch's thread that page-locks copies each batch, and torch knows when that copy has been read.
+        together = InOneBlock(collate, lends=not common["pin_memory"])
+        loader = BlockLoader(source, batch_sampler=sampler, collate_fn=together, **common)
+        loader.page_locks = page_locks
+        return loader
     return DataLoader(source, batch_sampler=sampler, collate_fn=collate, **common)
 
 

@@ -75,6 +75,8 @@ class OptimizedDataLoader:
         self._tokens: TokenCounts | None = None
         self._packed: PackedBatches | None = None
         self._resident: ResidentBatches | None = None
+        self.copied = False
+        """Set by who copies every batch to a device and holds it until then: batches come in memory that is lent."""
         self._skipped = SkippedLog() if self.settings.on_error == "skip" and not self._is_stream else None
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} must be 1 or more")
@@ -439,7 +441,7 @@ class OptimizedDataLoader:
                 source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch, self._skip
             )
         shared = (self._generator, self._shared_epoch, self._skipped)
-        return build_loader(source, self._sampler, self.settings, workers, *shared)
+        return build_loader(source, self._sampler, self.settings, workers, *shared, copied=self.copied)
 
 
 def _refuse_torchs_own(generator: Any, batch_sampler: Any, in_order: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from itertools import chain
@@ -119,6 +120,9 @@ class CudaDataLoader:
         self.device = _checked(device)
         self.copied_s = 0.0
         self._stream: torch.cuda.Stream | None = None
+        self._lent: deque[tuple[torch.cuda.Event, Any]] = deque()
+        if self.device.type == "cuda" and hasattr(loader, "copied"):
+            loader.copied = True
 
     def __iter__(self) -> Iterator[Any]:
         prepared = self._prepared
@@ -154,8 +158,21 @@ class CudaDataLoader:
                 return
             begin = perf_counter()
             copied = _copied(batch, self.device)
+            self.hold(batch)
             self.copied_s += perf_counter() - begin
             yield copied
+
+    def hold(self, batch: Any) -> None:
+        """Keep a batch until its copies, the latest of the current stream, are done: its memory may only be lent."""
+        if not getattr(self.loader, "copied", False):
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._lent.append((done, batch))
+        while self._lent[0][0].query():
+            self._lent.popleft()
+            if not self._lent:
+                return
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         stream = self._side_stream()
@@ -248,6 +265,7 @@ class _Transfer:
         with torch.cuda.stream(stream):
             self._batch = move_batch(batch, loader.device)
             arrived.record(stream)
+            loader.hold(batch)
         loader.copied_s += perf_counter() - begin
 
     def receive(self) -> Any:
@@ -258,6 +276,7 @@ class _Transfer:
         if self._late:
             begin = perf_counter()
             moved = move_batch(self._batch, loader.device)
+            loader.hold(self._batch)
             loader.copied_s += perf_counter() - begin
             return moved
         if not self.ended:

@@ -107,7 +107,7 @@ class Ledger:
         return _TRIALS_IN_PROOF * self.usual_s("trial") if kind == "proof" else 0.0
 
     def proof_s(self, trial: str | None) -> float:
-        """What the proof of a config with this trial should take: as an earlier one, and what this is slower to start."""
+        """What the proof of a config with this trial should take: as an earlier one, and what it starts later."""
         wall_s = None if trial is None else self._fine_s.get(trial)
         if wall_s is None:
             return self.usual_s("proof")
