@@ -353,6 +353,16 @@ def test_the_compiler_chooses_where_channels_lie_unless_told(gpu: dict[str, Any]
     assert (knob.why_not(context) or [item.changes["gpu.channels_last"] for item in knob.candidates(context)]) == values
 
 
+def test_full_precision_is_tried_where_each_cast_is_a_launch() -> None:
+    knob = knob_named("precision")
+    context = Context(config_of(gpu={"device": "cuda"}), H200)
+    assert [item.changes for item in knob.candidates(context)] == [{"gpu.mixed_precision": "off"}]
+    assert knob.why_not(context) is None
+    assert (knob.codes(context), knob.gain(context)) == (("host_bound",), 0.0)
+    captured = Context(config_of(gpu={"device": "cuda", "capture": "step"}), H200)
+    assert knob.why_not(captured) == "already bf16"
+
+
 def test_the_planner_prunes_what_does_not_fit() -> None:
     def planner(config: Config) -> str | None:
         size = config.training.micro_batch
@@ -367,7 +377,8 @@ def test_the_planner_prunes_what_does_not_fit() -> None:
 def test_knobs_say_why_they_mean_nothing_here() -> None:
     cpu, gpu = Context(config_of(), LAPTOP), Context(config_of(), H200)
     assert knob_named("capture").why_not(cpu) == "needs a GPU"
-    assert knob_named("precision").why_not(gpu) == "already bf16"
+    asked = Context(config_of(gpu={"mixed_precision": "bf16"}), H200)
+    assert knob_named("precision").why_not(asked) == "already bf16"
     assert knob_named("precision").why_not(cpu) == "this processor has no bf16"
     assert knob_named("memory_format").why_not(gpu) == "the model has no convolutions"
     assert knob_named("compression").why_not(gpu) == "there is one process"

@@ -28,15 +28,24 @@ def _gpu_free(context: Context) -> bool | str:
     return _not_deterministic(context) if told is True else told
 
 
+def _is_half(context: Context) -> bool:
+    return context.resolved.gpu.mixed_precision != "off"
+
+
 def _precisions(context: Context) -> list[str]:
+    if _is_half(context):
+        return ["off"]
     if context.on_gpu:
         return ["bf16"] if context.machine.bf16 else ["fp16"]
     return ["bf16"] if context.machine.bf16 else []
 
 
 def _precision_applies(context: Context) -> bool | str:
-    if context.resolved.gpu.mixed_precision != "off":
-        return f"already {context.resolved.gpu.mixed_precision}"
+    gpu = context.resolved.gpu
+    if gpu.mixed_precision != "off":
+        # Every cast is a launch of its own, so where launches are the limit fp32 may be faster.
+        casts = context.on_gpu and gpu.capture == "off" and context.config.gpu.mixed_precision == "auto"
+        return casts or f"already {gpu.mixed_precision}"
     if not context.on_gpu and not context.machine.bf16:
         return "this processor has no bf16"
     return True
@@ -200,12 +209,14 @@ DEVICE_KNOBS: tuple[Knob, ...] = (
     Knob(
         "precision",
         ("gpu.mixed_precision",),
-        "Compute in half precision, keep weights in fp32.",
+        "Compute in half precision, keep weights in fp32; or in fp32 where launches are the limit.",
         _precisions,
         _precision_applies,
         "rounding",
-        ("precision_unused", "compute_bound", "memory_pressure"),
-        expected_gain=0.3,
+        lambda context: (
+            ("host_bound",) if _is_half(context) else ("precision_unused", "compute_bound", "memory_pressure")
+        ),
+        expected_gain=lambda context: 0.0 if _is_half(context) else 0.3,
     ),
     Knob(
         "tf32",
