@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -37,18 +38,38 @@ def check_script(path: Path) -> None:
         raise EnvironmentSetupError(f"{path} {what}; give the Python file of a training script")
 
 
-def run_script(path: Path, arguments: Sequence[str]) -> Ending:
-    """Run a file as `__main__` with these arguments. What it raises is shown as Python would show it."""
+def find_module(name: str) -> Path:
+    """The file that `python -m NAME` would run.
+
+    Raises:
+        EnvironmentSetupError: There is none.
+    """
+    for wanted in (f"{name}.__main__", name):
+        with contextlib.suppress(ImportError):
+            spec = importlib.util.find_spec(wanted)
+            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+                return Path(spec.origin)
+    raise EnvironmentSetupError(f"-m {name}: there is no such module to run; is its package installed?")
+
+
+def run_script(path: Path, arguments: Sequence[str], name: str | None = None) -> Ending:
+    """Run a file as `__main__` with these arguments. What it raises is shown as Python would show it.
+
+    Args:
+        path: The file.
+        arguments: What follows it.
+        name: What it is called as a module, where it runs as with `python -m`.
+    """
     sys.argv = [str(path), *arguments]
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(path.resolve().parent)
+        sys.path[0] = str(path.resolve().parent) if name is None else str(Path.cwd())
     filename = str(path.absolute())
     module = types.ModuleType("__main__")
     module.__file__ = filename
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", filename)
     module.__spec__ = None
     module.__dict__.update({"__annotations__": {}, "__builtins__": __builtins__, "__cached__": None})
-    module.__package__ = None
+    module.__package__ = None if name is None else name if path.name == "__main__.py" else name.rpartition(".")[0]
     # Whoever runs the command line may have put its own there.
     sys.excepthook = sys.__excepthook__
     sys.modules["__main__"] = module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import typer
 
@@ -18,13 +18,18 @@ from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
 from frameworm.guard.quality import parse_margin
 
+if TYPE_CHECKING:
+    from frameworm.attach.trial.tuned_run import TunedRun
+
 INCONCLUSIVE = 3
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     app.command("batch-size")(batch_size)
-    app.command("tune")(tune)
+    # What follows the script belongs to the script, options included.
+    app.command("tune", context_settings={"allow_interspersed_args": False})(tune)
+    app.command("run", context_settings={"allow_interspersed_args": False})(run)
 
 
 def batch_size(
@@ -87,14 +92,31 @@ def batch_size(
 
 
 def tune(
-    config: Path = typer.Option(..., "--config", "-c", help="Config file (YAML)."),
+    script: Optional[Path] = typer.Argument(  # noqa: UP045
+        None, metavar="[SCRIPT.py]", help="Training script, run as it is.", show_default=False
+    ),
+    arguments: Optional[list[str]] = typer.Argument(  # noqa: UP045
+        None, metavar="[ARGS]...", help="Arguments of the script.", show_default=False
+    ),
+    config: Optional[Path] = typer.Option(  # noqa: UP045
+        None, "--config", "-c", help="Tune this config (YAML) instead of a script."
+    ),
+    module: Optional[str] = typer.Option(  # noqa: UP045
+        None, "--module", "-m", help="Tune a module, as python -m would run it; its arguments follow."
+    ),
+    accept_side_effects: bool = typer.Option(
+        False,
+        "--accept-side-effects",
+        help="Run a script where this machine cannot keep its trials apart: what it writes and sends in them stays.",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done with a script, and do nothing."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting before the search: --set training.epochs=10"
     ),
     budget: str = typer.Option("10m", help="Time for all trials, such as 90s, 10m or 1h."),
     trials: Optional[int] = typer.Option(None, min=1, help="Most trials and proofs."),  # noqa: UP045
     out: Optional[Path] = typer.Option(  # noqa: UP045
-        None, help="Folder of the search; tune/<name> unless given. One that was stopped goes on where it was."
+        None, help="Folder of the search; tune/<name> unless given. A config's that was stopped goes on where it was."
     ),
     allow: Optional[str] = typer.Option(  # noqa: UP045
         None, help="approximate: keep what changes the numerics by more than rounding without a quality check."
@@ -110,12 +132,25 @@ def tune(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Make a config faster by trials of the real run, and prove that it learns the same.
+    """Make a script or a config faster by trials of the real run, and prove that it learns the same.
 
-    Writes best.yaml, tune.json and report.html into the folder. Exit code 1: the config itself does not run.
+    A script is run as it is, settings are changed from outside, and nothing that it writes in a trial stays. Writes
+    tuned.yaml (for `frameworm run --with`), or best.yaml for a config, tune.json and report.html into the folder. Exit
+    code 1: the script or config itself does not run.
 
-    Example: frameworm tune --config configs/quickstart.yaml --budget 3m
+    Example: frameworm tune examples/plain_loop.py --epochs 30
+
+    A config: frameworm tune --config configs/quickstart.yaml --budget 3m
     """
+    if script is not None or module is not None:
+        given = [*([] if script is None or module is None else [str(script)]), *(arguments or [])]
+        _refuse_settings(config, settings, trials, allow, distributed)
+        _tune_script(script, module, given, out, budget, accept_side_effects, dry_run, as_json)
+        return
+    if config is None:
+        raise EnvironmentSetupError(
+            "give a script or a config: `frameworm tune train.py --its-own-options`, or `frameworm tune --config F`"
+        )
     if allow not in (None, "approximate"):
         raise ConfigError(f"--allow {allow}: there is only --allow approximate")
     time_s, margin = parse_duration(budget), parse_margin(max_quality_loss)
@@ -155,6 +190,116 @@ def tune(
     if result.baseline.failure is not None:
         say(f"frameworm: {result.stopped}; what it said is in {result.baseline.details.get('log')}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _refuse_settings(
+    config: Path | None, settings: list[str], trials: int | None, allow: str | None, distributed: bool
+) -> None:
+    """Refuse options that mean something for configs only."""
+    options = {
+        "--config": config is not None,
+        "--set": bool(settings),
+        "--trials": trials is not None,
+        "--allow": allow is not None,
+        "--distributed": distributed,
+    }
+    for name, given in options.items():
+        if given:
+            raise EnvironmentSetupError(f"{name} is for a config; give the script's own options after the script")
+
+
+def _tune_script(
+    script: Path | None,
+    module: str | None,
+    arguments: list[str],
+    out: Path | None,
+    budget: str,
+    accept_side_effects: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from frameworm.attach.isolation import why_not
+    from frameworm.attach.ranks import who_am_i
+    from frameworm.attach.script import check_script, find_module
+    from frameworm.report.tune.text import by_hand
+    from frameworm.tune.scripts.result import TUNED_NAME, write_result
+    from frameworm.tune.scripts.search import ScriptSearch, plan_in_words
+
+    path = script if module is None else find_module(module)
+    assert path is not None
+    check_script(path)
+    if who_am_i()[0].world_size > 1:
+        raise EnvironmentSetupError("scripts of several processes cannot be tuned yet; run it without torchrun")
+    time_s, refused = parse_duration(budget), why_not()
+    folder = out or Path("tune") / path.stem
+    if dry_run:
+        say(plan_in_words(path, arguments, folder, time_s, refused))
+        return
+    if refused is not None and not accept_side_effects:
+        raise EnvironmentSetupError(
+            f"trials of the script cannot be kept apart on this machine: {refused}. Whatever it writes, deletes or "
+            "sends would happen once in each trial; if that is all right, add --accept-side-effects"
+        )
+    with telling("tune") as shown:
+        search = ScriptSearch(
+            path,
+            arguments,
+            folder,
+            time_s,
+            module=module,
+            isolated=refused is None,
+            tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
+        )
+        result = search.run()
+    write_result(result, folder)
+    plain = result.to_json(str(folder / TUNED_NAME))
+    if as_json:
+        say(json.dumps(plain))
+    elif result.problem is None:
+        _show_tuned(plain, str(folder / TUNED_NAME))
+        say(by_hand(plain), end="")
+    if result.problem is not None:
+        say(f"frameworm: {result.problem}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def run(
+    script: Path = typer.Argument(..., metavar="SCRIPT.py", help="Training script.", show_default=False),
+    arguments: Optional[list[str]] = typer.Argument(  # noqa: UP045
+        None, metavar="[ARGS]...", help="Arguments of the script.", show_default=False
+    ),
+    tuned: Path = typer.Option(..., "--with", help="What `frameworm tune` found for the script: tuned.yaml."),
+    check: bool = typer.Option(True, help="First compare a few steps with and without it, on the script's own data."),
+) -> None:
+    """Run a script with what its tuning found, set from outside: all of it, or nothing.
+
+    Refuses where the script, its arguments, the versions of its libraries or the device are others than when it was
+    tuned, and where the first steps do not compute the same as without it.
+
+    Example: frameworm run --with tune/plain_loop/tuned.yaml examples/plain_loop.py --epochs 30
+    """
+    from frameworm.attach.isolation import why_not
+    from frameworm.attach.trial.tuned_run import TunedRun
+
+    prepared = TunedRun(script, arguments or [], tuned)
+    if check and prepared.switches.to_dict():
+        refused = why_not()
+        if refused is None:
+            _check_start(prepared)
+        else:
+            say(f"frameworm: the first steps were not compared: {refused}", file=sys.stderr)
+    sys.exit(prepared.run().code)
+
+
+def _check_start(prepared: TunedRun) -> None:
+    import tempfile
+
+    from frameworm.tune.scripts.search import ScriptSearch
+
+    with tempfile.TemporaryDirectory(prefix="frameworm-run-") as folder:
+        problem = ScriptSearch(prepared.script, prepared.arguments, Path(folder), 300.0).check(prepared.switches)
+    if problem is not None:
+        raise ConfigError(f"the first steps do not compute the same as without it: {problem}; tune the script again")
 
 
 def _processes_here(config: Config, distributed: bool, nproc_per_node: str | None) -> int:

@@ -25,13 +25,13 @@ from frameworm.engine.model.loss_parts import find_beside, untrained_note
 from frameworm.engine.model.padding_free import widest_input
 from frameworm.engine.model.precision import Precision, apply_backend_flags
 from frameworm.engine.model.processors import apply_processors
-from frameworm.engine.model.randomness import seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.run_output import RunOutput, open_output
 from frameworm.errors import DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import ProcessInfo, detect
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
+from frameworm.numerics.randomness import seed_everything
 from frameworm.parallel.beside import Beside
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.strategy import Strategy

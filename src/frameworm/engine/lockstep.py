@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from frameworm.data.steps import StepBatch
 from frameworm.engine.gate import Gate, Passage, Session
 from frameworm.engine.model.precision import Precision, allow_tf32
-from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.optim.noted_rates import NotedRates
 from frameworm.engine.step.capture import CapturedStep
 from frameworm.engine.step.precise import PreciseStep, copied
@@ -31,6 +30,7 @@ from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputEr
 from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate
+from frameworm.numerics.randomness import random_state, restore_random_state, seed_everything
 from frameworm.numerics.sketch import dense, sketch
 from frameworm.numerics.state import Named, read, whole, write
 

@@ -229,7 +229,7 @@ def judge_agreement(measured: Agreement) -> AgreementVerdict:
         return AgreementVerdict(None, f"only {len(measured.states)} states could be compared", outputs)
     lost = [item for item in outputs if not math.isfinite(item.explained)]
     if lost:
-        return AgreementVerdict(None, f"the config before the change gives no finite {lost[0].name}", outputs)
+        return AgreementVerdict(None, f"without the change there is no finite {lost[0].name}", outputs)
     hidden = [item for item in outputs if not abs(item.bias) + item.bias_error <= _BIAS_HIDDEN]
     judged = [item for item in outputs if not item.below_noise]
     if not judged:
@@ -376,7 +376,7 @@ def _agreed(measured: Agreement, judged: Sequence[OutputAgreement]) -> str:
     worst = max(judged, key=lambda item: item.times)
     bias = max(judged, key=lambda item: abs(item.bias))
     against = {"fp64": "an fp64 reference", "fp32": "an fp32 reference", "eager": "an eager step"}.get(
-        measured.reference, "the config before it"
+        measured.reference, "the step before the change"
     )
     text = (
         f"gradients of {len(judged)} outputs agree at {len(measured.states)} states: errors against {against} at most "

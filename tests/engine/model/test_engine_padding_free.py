@@ -31,8 +31,8 @@ from frameworm.hardware.resolve import resolve_here
 from frameworm.models.attention import varlen_attention
 from frameworm.models.workloads import Workload
 from frameworm.numerics.dropout import DropoutOff
+from frameworm.numerics.sample_hash import batch_hash
 from frameworm.tune.facts import workload_facts
-from frameworm.tune.trials.sample_hash import batch_hash
 
 transformers = pytest.importorskip("transformers", reason="transformers is not part of the base install")
 

@@ -22,13 +22,13 @@ from frameworm.config.schema import Config
 from frameworm.engine.run import run
 from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
 from frameworm.guard.proof import AGREEMENT, Mathematics
+from frameworm.numerics.sample_hash import batch_hash
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.tune.knobs.context import apply_changes
 from frameworm.tune.processes.forkserver import warm_up
 from frameworm.tune.trials.live import LiveError
 from frameworm.tune.trials.outcomes import Budget, Failure, ProofRequest, ProofResult, TrialRequest
 from frameworm.tune.trials.runner import TrialRunner
-from frameworm.tune.trials.sample_hash import batch_hash
 from frameworm.tune.trials.windows import Effort
 from frameworm.tune.tuner import tune
 

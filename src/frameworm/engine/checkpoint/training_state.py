@@ -16,9 +16,9 @@ from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, check_state, take_snapshot
 from frameworm.engine.checkpoint.staging import Staging
 from frameworm.engine.model.precision import Precision
-from frameworm.engine.model.randomness import random_state, restore_random_state, seed_everything
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.errors import CheckpointError
+from frameworm.numerics.randomness import random_state, restore_random_state, seed_everything
 from frameworm.parallel.shards import HeldState, loaded
 from frameworm.parallel.strategy import Strategy
 

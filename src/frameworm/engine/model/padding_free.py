@@ -31,10 +31,10 @@ from frameworm.engine.model.compilation import compiled_around
 from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.packed_tokens import TokenPlan, packed, unpacked
 from frameworm.engine.model.precision import allow_tf32
-from frameworm.engine.model.randomness import random_state, restore_random_state
 from frameworm.errors import ConfigError
 from frameworm.models.attention import varlen_attention
 from frameworm.numerics.dropout import dropout_is_off
+from frameworm.numerics.randomness import random_state, restore_random_state
 
 NAME = "frameworm"
 _SETTING = "_attn_implementation_internal"

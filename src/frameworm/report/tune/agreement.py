@@ -24,7 +24,7 @@ _REFERENCES = {
     "fp64": "errors measured against the same step in fp64",
     "fp32": "errors measured against the same step in fp32, eager and without TF32",
     "eager": "errors measured against an eager step in the same precision, as the model draws random numbers itself",
-    "baseline": "errors measured against the config before the change",
+    "baseline": "errors measured against the step before the change",
 }
 _KINDS = {"gradient of ": "gradient of", "change of ": "buffer"}
 # Smaller ones have more zeros than digits as percentages.

@@ -232,14 +232,19 @@ def headline(result: Mapping[str, Any]) -> str:
     if not changes:
         failure = mapping(mapping(result.get("baseline")).get("failure"))
         if failure:
-            return f"the config itself fails: {tables.plain(failure.get('reason') or 'unknown')}"
-        return "nothing was found that is faster and learns the same; the config stays as it is"
+            return f"the {_subject(result)} itself fails: {tables.plain(failure.get('reason') or 'unknown')}"
+        return f"nothing was found that is faster and learns the same; the {_subject(result)} stays as it is"
     whole = gain_of(result.get("speedup"))
     if whole is None:
         return "faster by the changes below; there was no budget left to prove them together"
     verdict = mapping(result.get("total")).get("verdict")
     proved = ", proved as a whole" if verdict == "accepted" else "" if changes == 1 else ", the whole is not proved"
     return f"{whole.text()} as fast{proved}"
+
+
+def _subject(result: Mapping[str, Any]) -> str:
+    """What was tuned."""
+    return "script" if result.get("script") else "config"
 
 
 def whole_run(result: Mapping[str, Any]) -> str | None:

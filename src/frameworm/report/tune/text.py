@@ -85,6 +85,12 @@ def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Seque
     return "\n".join(table([(one, two.ljust(widest), three) for one, two, three in rows], width)) + "\n"
 
 
+def by_hand(result: Mapping[str, Any]) -> str:
+    """The lines to write into a script instead of switching them on from outside; empty where there are none."""
+    lines = [tables.plain(item) for item in tune_tables.sequence(result.get("by_hand"))]
+    return "".join(f"{'by hand' if not place else '':<{LABEL_WIDTH}}{line}\n" for place, line in enumerate(lines))
+
+
 def _bars(stages: Sequence[Stage], width: int) -> list[str]:
     labels = [_cut(stage.label, min(_LONGEST_LABEL, width // 2 - 8)) for stage in stages]
     gains = ["" if stage.gain is None else stage.gain.times() for stage in stages]

@@ -8,7 +8,6 @@ from pathlib import Path
 from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
 from frameworm.diagnose.rules.judge import apply_judgement, judge
-from frameworm.engine.model.randomness import random_state, restore_random_state
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.run import run
 from frameworm.errors import FramewormError
@@ -18,6 +17,7 @@ from frameworm.launch.environment import detect
 from frameworm.launch.process_group import is_distributed, setup_ddp
 from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import TokenisingNotice, build_workload
+from frameworm.numerics.randomness import random_state, restore_random_state
 from frameworm.records.account import StepAccount
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord

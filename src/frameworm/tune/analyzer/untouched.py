@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from frameworm.engine.model.randomness import random_state, restore_random_state
+from frameworm.numerics.randomness import random_state, restore_random_state
 
 
 class _Values:

@@ -29,12 +29,12 @@ from frameworm.launch.environment import added_to_environment
 from frameworm.launch.process_group import cleanup
 from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import build_workload
+from frameworm.numerics.sample_hash import add_hashes, batch_hash
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.tune.processes.batch_data import sample_count
 from frameworm.tune.processes.batch_trial import TrialJob, describe_failure, few_threads, rank_variables, settle_rank
 from frameworm.tune.processes.forkserver import BAD_FORK
-from frameworm.tune.trials.sample_hash import add_hashes, batch_hash
 from frameworm.tune.trials.warmth import StepNote
 
 FIRST_STEPS = 1  # before it stands for the first time

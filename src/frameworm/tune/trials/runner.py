@@ -20,6 +20,7 @@ from frameworm.guard.agreement import Agreement, judge_agreement
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, Proof, StepEvidence, prove
 from frameworm.hardware.resolve import look_at_machine
+from frameworm.numerics.sample_hash import add_hashes
 from frameworm.records.atomic import make_folder_in
 from frameworm.tune.trials.live import Live, LiveError
 from frameworm.tune.trials.live_rank import Lockstep
@@ -34,7 +35,6 @@ from frameworm.tune.trials.outcomes import (
     TrialResult,
 )
 from frameworm.tune.trials.patience import Patience, prepares
-from frameworm.tune.trials.sample_hash import add_hashes
 from frameworm.tune.trials.short_steps import ShortSteps
 from frameworm.tune.trials.windows import Effort, go_beside, measure, take_turns, warm_up, window_of
 

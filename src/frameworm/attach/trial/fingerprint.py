@@ -1,0 +1,49 @@
+"""What the tuning of a script is bound to: the file, its arguments, the versions of what it uses, and the device."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# What decides how a script computes.
+_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "trl", "peft", "lightning", "pytorch-lightning")
+
+
+def fingerprint_of(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """The facts that must be the same for a result to hold; the device is known when the script uses it."""
+    versions = {}
+    for name in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "name": script.stem,
+        "script": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "arguments": list(arguments),
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": None,
+    }
+
+
+def differences(tuned: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What is not as it was when the script was tuned, in words."""
+    found = []
+    if tuned.get("script") != here["script"]:
+        found.append("the script has changed")
+    if tuned.get("arguments") != here["arguments"]:
+        before = " ".join(map(str, tuned.get("arguments") or ())) or "none"
+        found.append(f"its arguments were {before}")
+    if tuned.get("python") != here["python"]:
+        found.append(f"Python was {tuned.get('python')}")
+    then = tuned.get("versions") or {}
+    for name in sorted({*then, *here["versions"]}):
+        if then.get(name) != here["versions"].get(name):
+            found.append(f"{name} was {then.get(name, 'not installed')}")
+    if here.get("device") is not None and tuned.get("device") != here["device"]:
+        found.append(f"the device was {tuned.get('device')}")
+    return found

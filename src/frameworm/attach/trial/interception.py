@@ -1,0 +1,156 @@
+"""Sets switches in a script that knows nothing of them, at the places in torch where it comes past.
+
+Each is set before the script can see the other value, and where the script says something itself it wins. All that
+is changed is put back by `Patches.remove`, but for what has become part of the script's own objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as dataloader
+from torch import nn
+
+from frameworm.attach.patches import Patches
+from frameworm.attach.trial.switches import Switches
+
+_Function = Callable[..., Any]
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
+    """Set the switches; torch has just been imported.
+
+    Returns:
+        What to tell about the models that the script trains.
+    """
+    if switches.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    if switches.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
+    if switches.fused_optimizer:
+        patches.set(torch.optim.Optimizer, "__init__", _fused)
+    if switches.workers or switches.pin_memory:
+        patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_processes, switches))
+    return ModelSwitches(switches)
+
+
+class ModelSwitches:
+    """Sets what belongs to a model, when it is first trained."""
+
+    def __init__(self, switches: Switches) -> None:
+        self._switches = switches
+
+    def found(self, module: nn.Module) -> None:
+        """A module that no other calls is about to be called in training, for the first time."""
+        switches = self._switches
+        if switches.channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if not (switches.compile or switches.autocast != "off") or module._compiled_call_impl is not None:
+            return
+        plain = module._call_impl
+        trained = _compiled(plain, type(module).__name__) if switches.compile else plain
+        if switches.autocast != "off":
+            trained = functools.partial(_in_half, trained)
+        # Where `module.compile()` puts its own; copies and saved models leave it out.
+        module._compiled_call_impl = functools.partial(_called, module, plain, trained)
+
+
+def _called(module: nn.Module, plain: _Function, trained: _Function, *inputs: Any, **named: Any) -> Any:
+    """Evaluation runs as written: other shapes and modes would be compiled anew."""
+    call = trained if module.training and torch.is_grad_enabled() else plain
+    return call(*inputs, **named)
+
+
+def _in_half(call: _Function, *inputs: Any, **named: Any) -> Any:
+    """A call in half precision; what it returns is in the precision that the script knows."""
+    kind = next((item.device.type for item in (*inputs, *named.values()) if isinstance(item, torch.Tensor)), "cpu")
+    if torch.is_autocast_enabled(kind):
+        return call(*inputs, **named)
+    with torch.autocast(kind, torch.bfloat16):
+        return _in_full(call(*inputs, **named))
+
+
+def _in_full(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.float() if item.dtype in _HALF else item
+    if isinstance(item, Mapping):
+        changed = {key: _in_full(value) for key, value in item.items()}
+        if type(item) is dict:
+            return changed
+        for key, value in changed.items():
+            item[key] = value  # type: ignore[index]
+        return item
+    if isinstance(item, (tuple, list)):
+        items = [_in_full(part) for part in item]
+        return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
+    return item
+
+
+def _compiled(call: _Function, name: str) -> _Function:
+    """A compiled call, made from a frame of ours: the compiler passes over torch's own files."""
+    own = types.FunctionType(_through.__code__.replace(co_name=f"{name}_training"), globals())
+    return functools.partial(torch.compile(own), call)
+
+
+def _through(call: _Function, *inputs: Any, **named: Any) -> Any:
+    return call(*inputs, **named)
+
+
+def _fused(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def initialise(self: Any, params: Any, defaults: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(self, params, defaults, *args, **kwargs)
+        if can_fuse(self):
+            for settings in (self.defaults, *self.param_groups):  # groups that come later take the defaults
+                settings["fused"] = True
+            self._step_supports_amp_scaling = True
+
+    return initialise
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch has one kernel for its update, and the script has left open how it is computed."""
+    groups = optimizer.param_groups
+    if not all("fused" in group and group["fused"] is None and group.get("foreach") is None for group in groups):
+        return False
+    if any(group.get(name) for group in groups for name in ("differentiable", "capturable")):
+        return False
+    parameters = [item for group in groups for item in group["params"]]
+    return all(item.is_floating_point() and item.device.type in ("cpu", "cuda") for item in parameters)
+
+
+def _with_processes(switches: Switches, original: _Function) -> _Function:
+    """Loaders that shuffle a data set by its places, and load in the script's own process."""
+
+    @functools.wraps(original)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not can_have_processes(self):
+            return
+        # A loader refuses to change after its first pass, and this is before.
+        if switches.workers and self.num_workers == 0:
+            self.num_workers = switches.workers
+            self.prefetch_factor = 2
+            vars(self)["persistent_workers"] = True
+        if switches.pin_memory and torch.cuda.is_available():
+            self.pin_memory = True
+
+    return initialise
+
+
+def can_have_processes(loader: Any) -> bool:
+    """Whether a loader reads single samples of a data set in an order of its own: then it is one for training."""
+    return reads_in_own_order(loader.dataset, loader.batch_sampler)
+
+
+def reads_in_own_order(dataset: Any, batch_sampler: Any) -> bool:
+    """See `can_have_processes`."""
+    if batch_sampler is None or isinstance(dataset, torch.utils.data.IterableDataset):
+        return False
+    return not isinstance(getattr(batch_sampler, "sampler", None), torch.utils.data.SequentialSampler)

@@ -1,0 +1,55 @@
+"""What a trial is to do, as plain data that crosses to its process. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Role = Literal["time", "lead", "follow"]
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """One run of a script.
+
+    Attributes:
+        script: The Python file.
+        arguments: What follows it.
+        module: The name that it has as a module, where it runs as with `python -m`.
+        switches: What is set, as `Switches.to_dict` gives it.
+        role: time: stand and go by the step, as told. lead: write down states and what steps give from there. follow:
+            take these over and write down what one's own steps give.
+        folder: Where states lie, and where a process writes what it computed.
+        name: Of what it writes.
+        steps: At which steps states are compared.
+        perturbed: follow: move the parameters by at most one unit of rounding, drawn by this number; 0: do not.
+        unit: That unit, of the precision that the script computes in.
+        isolated: In namespaces of its own, where nothing that is written stays.
+        commands: Number of the file that tells what to do.
+        reports: Number of the file to report to.
+    """
+
+    script: str
+    arguments: list[str]
+    module: str | None = None
+    switches: dict[str, Any] = field(default_factory=dict)
+    role: Role = "time"
+    folder: str = ""
+    name: str = ""
+    steps: list[int] = field(default_factory=list)
+    perturbed: int = 0
+    unit: float = 2.0**-24
+    isolated: bool = True
+    commands: int = -1
+    reports: int = -1
+
+    def write(self, path: Path) -> None:
+        """For the process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> TrialJob:
+        """What `write` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,186 @@
+"""Trials that are compared: one run of the script writes down states, others go on from the same ones.
+
+All of them run the script as it is. Before some of its steps the leading run writes down parameters, buffers,
+the optimizers' state and that of random numbers; a following run takes them over before the same step. Each notes what
+its step gives: the loss, gradients before they are clipped, and what changes in buffers. Dropout is off in all of them:
+other kernels draw other masks.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.attach.trial.interception import ModelSwitches
+from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.steps import Listener, StepCounter
+from frameworm.numerics.comparison import Sketches, outputs_of
+from frameworm.numerics.dropout import DropoutOff
+from frameworm.numerics.plain_update import PlainUpdate, settings_of
+from frameworm.numerics.randomness import random_state, restore_random_state
+from frameworm.numerics.sample_hash import add_hashes, batch_hash
+from frameworm.numerics.state import Named, StepTensors, read, write
+
+_POLL_S = 0.01
+_WAIT_S = 300.0
+
+
+class ComparedRun(Listener):
+    """Writes down states, or takes them over, and notes what steps give.
+
+    Args:
+        switches: To be set in the models that are found.
+        job: At which steps, where, and as whom.
+        report: Takes what is to be told: after each compared step, and when all are done.
+    """
+
+    def __init__(self, switches: ModelSwitches, job: TrialJob, report: Any) -> None:
+        self.counter = StepCounter(self)
+        self._switches = switches
+        self._job = job
+        self._report = report
+        self._folder = Path(job.folder)
+        self._dropout: list[DropoutOff] = []
+        self._before: Named | None = None
+        self._gradients: Named = {}
+        self._outputs: Sketches | None = None
+        self._loss: torch.Tensor | None = None
+        self._hashes: list[int | None] = []
+        self._updates: dict[str, float] = {}
+        self._settings: dict[str, Any] = {}
+        self._start: Named | None = None
+        self._given: Named = {}
+
+    def model_found(self, module: nn.Module) -> None:
+        """Set what belongs to it, and leave dropout out."""
+        self._dropout.append(DropoutOff(module))
+        self._dropout[-1].start()
+        self._switches.found(module)
+
+    def step_begins(self, number: int) -> None:
+        """Finish what the last step gave; before a compared one write down the state, or take it over."""
+        self._finish(number - 1)
+        self._hashes, self._loss = [], None
+        if number > self._job.steps[-1]:
+            self._report({"event": "compared", "steps": number - 1})
+            time.sleep(_WAIT_S)  # whoever listens ends this process
+        if number not in self._job.steps:
+            return
+        tensors = self._tensors()
+        path = self._folder / f"state-{number}.pt"
+        if self._job.role == "lead":
+            write(path, {"tensors": tensors.copy(), "random": random_state(self._device())})
+        else:
+            self._take_over(path, tensors)
+        self._before = tensors.copy()
+
+    def _take_over(self, path: Path, tensors: StepTensors) -> None:
+        ends = time.monotonic() + _WAIT_S
+        while not path.exists():
+            if time.monotonic() > ends:
+                raise TimeoutError(f"no state was left in {path.name}")
+            time.sleep(_POLL_S)
+        found = read(path)
+        saved: Named = found["tensors"]
+        if self._job.perturbed:
+            generator = torch.Generator().manual_seed(self._job.perturbed)
+            for name, tensor in saved.items():
+                if name.startswith("parameter ") and tensor.is_floating_point():
+                    noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
+                    saved[name] = tensor * (1 + self._job.unit * noise.to(tensor.dtype))
+        tensors.restore(saved)
+        restore_random_state(found["random"], self._device())
+
+    def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
+        """Note which samples came."""
+        if self._before is not None:
+            self._hashes.append(batch_hash(batch))
+
+    def goes_back(self, loss: torch.Tensor) -> None:
+        """Add up what is differentiated."""
+        if self._before is not None and loss.numel() == 1:
+            own = loss.detach().double()
+            self._loss = own if self._loss is None else self._loss + own
+
+    def before_update(self) -> None:
+        """Note the gradients."""
+        if self._before is None:
+            return
+        tensors = self._tensors()
+        self._gradients = {
+            name: item.grad.detach().clone() for name, item in tensors.parameters.items() if item.grad is not None
+        }
+        loss = torch.zeros((), dtype=torch.float64) if self._loss is None else self._loss
+        self._outputs = outputs_of(loss, self._gradients, tensors, self._before)
+
+    def updates(self, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> None:
+        """Note rates and the like, and what the update starts from."""
+        self._start = None
+        if self._before is None:
+            return
+        names = self._names()
+        self._settings.update(settings_of(optimizer, names))
+        scales = getattr(optimizer, "grad_scale", None) is not None  # which is part of the update then
+        if self._job.role == "follow" and optimizer.state and not evaluates and not scales:
+            self._start = self._tensors().copy()
+            mine = {item for group in optimizer.param_groups for item in group["params"] if item.grad is not None}
+            self._given = {names[item]: item.grad.detach().clone() for item in mine if item.grad is not None}
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """See whether the update is what torch's plain optimizer makes of this gradient."""
+        if self._before is not None and self._start is not None:
+            mine = {item: name for item, name in self._names().items() if name in self._given}
+            errors = PlainUpdate(optimizer, mine, None).errors(self._start, self._given, self._tensors().copy())
+            self._updates.update(errors)
+
+    def _finish(self, number: int) -> None:
+        """Write down what a compared step gave."""
+        if self._before is None or self._outputs is None:
+            self._before = None
+            return
+        counts = {f"gradient of {name}": item.numel() for name, item in self._gradients.items()}
+        counts.update((f"change of {name}", item.numel()) for name, item in self._tensors().buffers.items())
+        content = {
+            "outputs": self._outputs,
+            "counts": {**counts, "loss": 1},
+            "samples": add_hashes(self._hashes) if self._hashes else None,
+            "loss": None if self._loss is None else float(self._loss),
+            "settings": self._settings,
+            "updates": self._updates,
+        }
+        write(self._folder / f"{self._job.name}-{number}.pt", content)
+        self._before = self._outputs = None
+        self._settings, self._updates = {}, {}
+        self._report({"event": "noted", "step": number})
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        found: dict[nn.Parameter, str] = {}
+        for place, model in enumerate(self.counter.models):
+            prefix = "" if place == 0 else f"({place + 1}) "
+            for name, item in model.named_parameters():
+                found.setdefault(item, prefix + name.replace("_orig_mod.", ""))
+        for optimizer in self.counter.optimizers:
+            for group in optimizer.param_groups:
+                for item in group["params"]:
+                    found.setdefault(item, f"parameter {len(found)}")
+        return found
+
+    def _tensors(self) -> StepTensors:
+        buffers = {
+            ("" if place == 0 else f"({place + 1}) ") + name: item
+            for place, model in enumerate(self.counter.models)
+            for name, item in model.named_buffers()
+        }
+        parameters = ((name, item) for item, name in self._names().items())
+        states: Any = SimpleNamespace(state={})
+        for optimizer in self.counter.optimizers:
+            states.state.update(optimizer.state)
+        return StepTensors(parameters, buffers.items(), states)
+
+    def _device(self) -> torch.device:
+        return next((item.device for item in self._names()), torch.device("cpu"))

@@ -1,0 +1,79 @@
+"""The process of a trial: `python -m frameworm.attach.trial.main JOB.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from frameworm.attach.script import AfterImport, run_script
+from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.switches import Switches
+
+
+class Link:
+    """Lines of JSON to and from whoever started the trial."""
+
+    def __init__(self, commands: int, reports: int) -> None:
+        self._commands = os.fdopen(commands, "r", encoding="utf-8")
+        self._reports = os.fdopen(reports, "w", encoding="utf-8")
+        self._process = os.getpid()
+
+    def report(self, told: dict[str, Any]) -> None:
+        """Tell something; who has nobody left to tell it to ends."""
+        if os.getpid() != self._process:
+            return  # forked by the script: what it does is not this trial
+        try:
+            print(json.dumps(told), file=self._reports, flush=True)
+        except (BrokenPipeError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def receive(self) -> dict[str, Any]:
+        """What to do next."""
+        line = self._commands.readline()
+        if not line:
+            os.kill(os.getpid(), signal.SIGKILL)  # an end by itself would run the script's own clean-up
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+def main() -> None:
+    """Run the script as the job says."""
+    job = TrialJob.read(Path(sys.argv[1]))
+    if job.isolated:
+        from frameworm.attach.isolation import isolate
+
+        isolate([Path(job.folder)])
+    link = Link(job.commands, job.reports)
+    counters: list[Any] = []
+    finder = AfterImport("torch", lambda: counters.append(_attach(job, link)))
+    finder.arm()
+    ending = run_script(Path(job.script), job.arguments, job.module)
+    finder.disarm()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    steps = counters[0].updates if counters else 0
+    link.report({"event": "end", "status": ending.status, "steps": steps, "imported": bool(counters)})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _attach(job: TrialJob, link: Link) -> Any:
+    """The script has imported torch: set the switches and count its steps."""
+    from frameworm.attach.patches import Patches
+    from frameworm.attach.trial.interception import intercept
+    from frameworm.attach.trial.lockstep import ComparedRun
+    from frameworm.attach.trial.timing import TimedRun
+
+    models = intercept(Switches.from_dict(job.switches), Patches())
+    counter = (
+        TimedRun(models, link.report, link.receive) if job.role == "time" else ComparedRun(models, job, link.report)
+    ).counter
+    counter.install()
+    return counter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Counts the steps of somebody's training loop while it runs, and tells when each begins and is about to update.
+
+A step begins with the first batch that is fetched, or the first training pass of a model, after an optimizer has
+stepped. That is not always where the loop's own step begins: a loop with two optimizers has two steps per round, and a
+validation belongs to the step that follows it. But it is the same in every run of the script, and that is what counts
+when two runs are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.utils.data.dataloader as dataloader
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from frameworm.attach.patches import Patches, keep_compiler_out
+
+_Function = Callable[..., Any]
+_OURS = "_frameworm_counts"
+
+
+class Listener:
+    """Is told what happens in the loop; for subclasses."""
+
+    def model_found(self, module: nn.Module) -> None:
+        """A module that no other calls is about to make its first training pass."""
+
+    def step_begins(self, number: int) -> None:
+        """A step begins; they are numbered from 1."""
+
+    def passes(self) -> None:
+        """A module inside of another is called."""
+
+    def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
+        """A loader's iterator has given a batch, after so long."""
+
+    def goes_back(self, loss: torch.Tensor) -> None:
+        """A backward pass begins at this tensor."""
+
+    def before_update(self) -> None:
+        """Gradients are complete, not clipped yet; once per step."""
+
+    def updates(self, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> None:
+        """An optimizer is about to step; `evaluates`: by a closure of the script's, perhaps several times."""
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+
+
+class StepCounter:
+    """Watches the calls that a training loop must make, in the thread that makes the first of them.
+
+    Args:
+        listener: Who is told.
+
+    Attributes:
+        step: Number of the step that is going on.
+        updates: Updates that optimizers have made.
+        models: Modules that were trained, in the order in which they were found.
+        optimizers: Those that have stepped, likewise.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.step = self.updates = 0
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._listener = listener
+        self._is_over = True
+        self._complete = False
+        self._depth = 0
+        self._thread: int | None = None
+        self._inside = False  # the listener computes; nothing of that is the script's
+        self._patches, self._closer = Patches(), Patches()
+
+    def install(self) -> None:
+        """Watch from now on."""
+        patches, closer = self._patches, self._closer
+        patches.set(dataloader._BaseDataLoaderIter, "__next__", self._fetching)
+        patches.set(torch.optim.Optimizer, "__init__", self._making)
+        closer.set(nn.Module, "__call__", self._calling)
+        closer.set(torch.autograd, "backward", self._going_back)
+        for owner in (nn.utils, nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                closer.set(owner, name, self._clipping)
+        closer.set(torch.amp.GradScaler, "unscale_", self._clipping)
+
+    def look_away(self) -> None:
+        """Watch only what is needed to count steps: all else costs the script time."""
+        self._closer.remove()
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        self.look_away()
+        self._patches.remove()
+
+    def _mine(self) -> bool:
+        if self._inside:
+            return False
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        return threading.get_ident() == self._thread
+
+    def _tell(self, method: _Function, *args: Any) -> None:
+        self._inside = True
+        try:
+            method(*args)
+        finally:
+            self._inside = False
+
+    def _begin(self) -> None:
+        if self._is_over:
+            self._is_over = self._complete = False
+            self.step += 1
+            self._tell(self._listener.step_begins, self.step)
+
+    def _completed(self) -> None:
+        if not self._complete:
+            self._complete = True
+            self._tell(self._listener.before_update)
+
+    def _fetching(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def fetch(iterator: Any) -> Any:
+            if not self._mine():
+                return original(iterator)
+            self._begin()
+            begin_s = perf_counter()
+            batch = original(iterator)
+            self._tell(self._listener.fetched, iterator, batch, perf_counter() - begin_s)
+            return batch
+
+        return fetch
+
+    def _calling(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            if self._depth:
+                self._listener.passes()
+                return original(module, *args, **kwargs)
+            if not (module.training and torch.is_grad_enabled() and self._mine()):
+                return original(module, *args, **kwargs)
+            if not any(module is known for known in self.models) and _learns(module):
+                self.models.append(module)
+                self._tell(self._listener.model_found, module)
+            self._begin()
+            self._depth += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _going_back(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling() and self._mine():
+                first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+                if isinstance(first, torch.Tensor):
+                    self._tell(self._listener.goes_back, first)
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _clipping(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling() and self._mine():
+                self._completed()
+            return original(*args, **kwargs)
+
+        return clip
+
+    def _making(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def initialise(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            kind = type(optimizer)
+            if getattr(kind, "step", None) is not None and getattr(kind.step, _OURS, None) is not self:
+                wrapper: Any = self._stepping(kind.step)
+                setattr(wrapper, _OURS, self)
+                self._patches.set(kind, "step", lambda _: wrapper)  # around what torch puts around it
+
+        return initialise
+
+    def _stepping(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def step(optimizer: Any, closure: _Function | None = None, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or not self._mine():
+                return (
+                    original(optimizer, closure, *args, **kwargs) if closure else original(optimizer, *args, **kwargs)
+                )
+            self._begin()
+            if closure is None:
+                self._completed()
+            if not any(optimizer is known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+            self._tell(functools.partial(self._listener.updates, evaluates=closure is not None), optimizer)
+            if closure is None:
+                result = original(optimizer, *args, **kwargs)
+            else:
+                result = original(optimizer, self._evaluating(closure), *args, **kwargs)
+            self._tell(self._listener.updated, optimizer)
+            self._is_over = True
+            self.updates += 1
+            return result
+
+        return keep_compiler_out(step)
+
+    def _evaluating(self, closure: _Function) -> _Function:
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            self._completed()
+            return result
+
+        return evaluate
+
+
+def _learns(module: nn.Module) -> bool:
+    return any(item.requires_grad for item in module.parameters())

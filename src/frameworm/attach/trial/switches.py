@@ -1,0 +1,85 @@
+"""What can be set in a script from outside, and how one would write it by hand. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from frameworm.errors import ConfigError
+
+Precision = Literal["off", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Settings of a script; each is off unless it was found to help.
+
+    Attributes:
+        tf32: TensorFloat-32 for fp32 matrix products and convolutions.
+        autocast: Compute the model's training passes in this precision; what it returns has the type it had.
+        fused_optimizer: One kernel for the whole update, for optimizers of torch that have one.
+        compile: Compile the model in its training passes.
+        channels_last: Weights of convolutions with their channels last.
+        cudnn_benchmark: Let cuDNN time its algorithms.
+        workers: Processes for loaders that shuffle and have none.
+        pin_memory: Page-locked batches.
+    """
+
+    tf32: bool = False
+    autocast: Precision = "off"
+    fused_optimizer: bool = False
+    compile: bool = False
+    channels_last: bool = False
+    cudnn_benchmark: bool = False
+    workers: int = 0
+    pin_memory: bool = False
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Switches:
+        """The switches that are named.
+
+        Raises:
+            ConfigError: One does not exist, or its value is of another kind.
+        """
+        known = {item.name: getattr(cls(), item.name) for item in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(f"{name}: there is no such switch; there are {', '.join(known)}")
+            if type(value) is not type(known[name]):
+                raise ConfigError(f"{name}: {value!r} is not of the kind of {known[name]!r}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Those that are on."""
+        usual = Switches()
+        return {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
+
+    def having(self, changes: Mapping[str, Any]) -> Switches:
+        """The same with some changed."""
+        return replace(self, **changes)
+
+
+# By switch: what it does in a few words, and the line to write by hand.
+WORDS: dict[str, tuple[str, str]] = {
+    "tf32": ("TF32 matrix products", 'torch.set_float32_matmul_precision("high")'),
+    "autocast": ("bf16 autocast", "with torch.autocast(device, dtype=torch.bfloat16): around the model and its loss"),
+    "fused_optimizer": ("fused optimizer", "fused=True in the optimizer's arguments"),
+    "compile": ("compiled model", "model.compile() before the first step"),
+    "channels_last": ("channels last", "model.to(memory_format=torch.channels_last)"),
+    "cudnn_benchmark": ("cuDNN's algorithms timed", "torch.backends.cudnn.benchmark = True"),
+    "workers": ("loader processes", "num_workers={value}, persistent_workers=True in the training DataLoader"),
+    "pin_memory": ("page-locked batches", "pin_memory=True in the training DataLoader"),
+}
+
+
+def in_words(changes: Mapping[str, Any]) -> str:
+    """Some switches as a phrase."""
+    return ", ".join(
+        f"{value} {WORDS[name][0]}" if type(value) is int else WORDS[name][0] for name, value in changes.items()
+    )
+
+
+def by_hand(changes: Mapping[str, Any]) -> list[str]:
+    """The lines to write into the script instead."""
+    return [WORDS[name][1].format(value=value) for name, value in changes.items()]

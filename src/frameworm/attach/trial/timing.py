@@ -1,0 +1,133 @@
+"""A trial that is timed: it stands between two steps, goes for as many as it is told, and tells how long they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
+from frameworm.attach.trial.steps import Listener, StepCounter
+from frameworm.attach.watch import leading_size
+
+# The first steps make states, compile and fill caches; what is looked at closely is looked at in them.
+FIRST_STEPS = 3
+
+
+class TimedRun(Listener):
+    """Goes and stands as it is told.
+
+    Args:
+        switches: To be set in the models that are found.
+        report: Takes what is to be told.
+        receive: Gives what to do: `{"go": steps}`.
+    """
+
+    def __init__(
+        self, switches: ModelSwitches, report: Callable[[dict[str, Any]], None], receive: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.counter = StepCounter(self)
+        self._switches = switches
+        self._report, self._receive = report, receive
+        self._stop_before = FIRST_STEPS + 1
+        self._seen = Seen()
+        self._begun: float | None = None
+        self._born = perf_counter()
+        self._waited_s, self._samples = 0.0, 0
+
+    def model_found(self, module: nn.Module) -> None:
+        """Set what belongs to it."""
+        self._switches.found(module)
+
+    def passes(self) -> None:
+        """Look at the precision."""
+        self._seen.look()
+
+    def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
+        """Count the wait."""
+        self._waited_s += seconds
+        self._samples += leading_size(batch) or 0
+        if self.counter.step <= FIRST_STEPS:
+            self._seen.look_at(iterator)
+
+    def step_begins(self, number: int) -> None:
+        """Stand, if this is the place."""
+        if number != self._stop_before:
+            return
+        if number == FIRST_STEPS + 1:
+            self.counter.look_away()
+        now = self._now()
+        told: dict[str, Any] = {
+            "event": "stand",
+            "done": number - 1,
+            "wait_s": self._waited_s,
+            "samples": self._samples,
+        }
+        told["seconds"] = None if self._begun is None else now - self._begun
+        told["age_s"] = now - self._born
+        if self._begun is None:
+            told["facts"] = facts_of(self.counter, self._seen)
+        self._report(told)
+        self._stop_before = number + int(self._receive()["go"])
+        self._waited_s, self._samples = 0.0, 0
+        self._begun = self._now()
+
+    def _now(self) -> float:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return perf_counter()
+
+
+@dataclass
+class Seen:
+    """What the first steps showed beside models and optimizers.
+
+    Attributes:
+        autocast: Something is computed in half precision by autocast.
+        workers: Processes of the loaders that read in an order of their own, by loader.
+        pinned: Whether these page-lock.
+    """
+
+    autocast: bool = False
+    workers: list[int] = field(default_factory=list)
+    pinned: list[bool] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Inside of a model's call."""
+        self.autocast = self.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+    def look_at(self, iterator: Any) -> None:
+        """An iterator that has just given a batch."""
+        if reads_in_own_order(iterator._dataset, iterator._index_sampler):
+            self.workers.append(int(iterator._num_workers))
+            self.pinned.append(bool(iterator._pin_memory))
+
+
+def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
+    """What decides which switches mean something for a script, after its first steps."""
+    models, optimizers = counter.models, counter.optimizers
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [item for group in groups for item in group["params"]]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    modules = [item for model in models for item in model.modules()]
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "capability": torch.cuda.get_device_capability(device)[0] if on_gpu else None,
+        "parameters": sum(item.numel() for item in parameters),
+        "models": [type(item).__name__ for item in models],
+        "optimizers": [type(item).__name__ for item in optimizers],
+        "half": seen.autocast or any(item.dtype in (torch.float16, torch.bfloat16) for item in parameters),
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "can_fuse": any(can_fuse(item) for item in optimizers),
+        "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
+        "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
+        "workers": max(seen.workers, default=None),
+        "pinned": all(seen.pinned) if seen.pinned else None,
+    }

@@ -1,0 +1,111 @@
+"""Runs a script with the switches that its tuning found, and sees to it that all of them are on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from frameworm.attach.script import AfterImport, Ending, check_script, run_script
+from frameworm.attach.trial.fingerprint import differences, fingerprint_of
+from frameworm.attach.trial.switches import Switches, in_words
+from frameworm.errors import ConfigError, EnvironmentSetupError
+
+if TYPE_CHECKING:
+    from frameworm.attach.trial.interception import ModelSwitches
+
+
+class TunedRun:
+    """A script and what was found for it.
+
+    Args:
+        script: The Python file.
+        arguments: What follows it.
+        tuned: The file that `frameworm tune` wrote.
+
+    Raises:
+        ConfigError: The file is none of those, or belongs to something else.
+        EnvironmentSetupError: There is no such script.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[str], tuned: Path) -> None:
+        check_script(script)
+        self.script, self.arguments = script, list(arguments)
+        found = _read(tuned)
+        self.switches = Switches.from_dict(found.get("switches") or {})
+        self._fingerprint: Mapping[str, Any] = found.get("fingerprint") or {}
+        self._speedup: Mapping[str, Any] = found.get("speedup") or {}
+        others = differences(self._fingerprint, fingerprint_of(script, arguments))
+        if others:
+            raise ConfigError(
+                f"{tuned} does not hold here: {'; '.join(others)}. Tune the script again, or run it without `--with`"
+            )
+
+    def run(self) -> Ending:
+        """Run it; one line on stderr says what is on."""
+        gain = self._speedup.get("value")
+        told = "" if gain is None else f" ({gain:.2f}x when it was tuned)"
+        print(f"frameworm: {in_words(self.switches.to_dict()) or 'nothing'} switched on{told}", file=sys.stderr)
+        finder = AfterImport("torch", self._attach)
+        finder.arm()
+        try:
+            return run_script(self.script, self.arguments)
+        finally:
+            finder.disarm()
+
+    def _attach(self) -> None:
+        from frameworm.attach.patches import Patches
+        from frameworm.attach.trial.interception import intercept
+        from frameworm.attach.trial.steps import StepCounter
+
+        models = intercept(self.switches, Patches())
+        listener = _first_steps(models, self._fingerprint.get("device"))
+        listener.counter = StepCounter(listener)
+        listener.counter.install()
+
+
+def _first_steps(models: ModelSwitches, device_name: str | None) -> Any:
+    """Sets what belongs to the models of the first steps, and then looks away."""
+    import torch
+    from torch import nn
+
+    from frameworm.attach.trial.steps import Listener, StepCounter
+    from frameworm.attach.trial.timing import FIRST_STEPS
+
+    class FirstSteps(Listener):
+        """See above."""
+
+        counter: StepCounter
+
+        def model_found(self, module: nn.Module) -> None:
+            """Set it, on the device that it was tuned for."""
+            device = next((item.device for item in module.parameters()), torch.device("cpu"))
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            if device_name not in (None, name):
+                raise EnvironmentSetupError(
+                    f"the script was tuned on {device_name} and trains on {name}; tune it again here, or run it "
+                    "without `--with`"
+                )
+            models.found(module)
+
+        def step_begins(self, number: int) -> None:
+            """All models were found in the first steps."""
+            if number > FIRST_STEPS:
+                self.counter.remove()
+
+    return FirstSteps()
+
+
+def _read(tuned: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(tuned.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {tuned}: {error.strerror}; give the tuned.yaml of `frameworm tune`") from None
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict) or found.get("version") != 1 or not isinstance(found.get("fingerprint"), dict):
+        raise ConfigError(f"{tuned} was not written by `frameworm tune SCRIPT.py`; give its tuned.yaml")
+    return found

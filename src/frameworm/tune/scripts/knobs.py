@@ -1,0 +1,108 @@
+"""The switches that may help a script, each as one declared object: what it sets, what it may gain, and where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Facts = Mapping[str, Any]
+
+# A loader that is waited for less than this is fast enough.
+_WAITS = 0.03
+_MOST_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class ScriptKnob:
+    """A switch that may help.
+
+    Attributes:
+        changes: What it sets.
+        gain: Speedup less one to expect; decides the order.
+        why_not: Why it means nothing for a script; None: it may help.
+        setup_s: What it usually takes to start.
+    """
+
+    changes: Callable[[Facts], dict[str, Any]]
+    gain: Callable[[Facts], float]
+    why_not: Callable[[Facts], str | None]
+    setup_s: float = 0.0
+
+
+def _first(*reasons: tuple[object, str]) -> str | None:
+    """The first reason that holds."""
+    return next((text for holds, text in reasons if holds), None)
+
+
+def _on_gpu(facts: Facts) -> bool:
+    return bool(facts["device"] == "cuda")
+
+
+def _workers(facts: Facts) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"workers": max(1, min(_MOST_WORKERS, cores - 1))}
+
+
+def _why_no_workers(facts: Facts) -> str | None:
+    waits = facts["data_wait_share"]
+    return _first(
+        (facts["workers"] is None, "no DataLoader shuffles a data set by its places"),
+        (facts["workers"], f"it has {facts['workers']} loader processes"),
+        (waits < _WAITS, f"it waits for batches for {waits:.1%} of a step"),
+    )
+
+
+def _why_no_half(facts: Facts) -> str | None:
+    return _first(
+        (not _on_gpu(facts), "needs a GPU"),
+        (facts["half"], "computes in half precision already"),
+        ((facts["capability"] or 0) < 8, "this GPU has no bf16"),
+    )
+
+
+def _why_not_compiled(facts: Facts) -> str | None:
+    compiler = _on_gpu(facts) or any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    return _first((facts["compiled"], "the model is compiled already"), (not compiler, "there is no C++ compiler"))
+
+
+def _of_images(facts: Facts) -> bool:
+    return _on_gpu(facts) and bool(facts["convolutions"])
+
+
+SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
+    ScriptKnob(
+        lambda facts: {"tf32": True},
+        lambda facts: 0.2,
+        lambda facts: _first((not _on_gpu(facts), "needs a GPU"), (facts["tf32"], "already on")),
+    ),
+    ScriptKnob(lambda facts: {"autocast": "bf16"}, lambda facts: 0.4, _why_no_half),
+    ScriptKnob(
+        lambda facts: {"fused_optimizer": True},
+        lambda facts: 0.1,
+        lambda facts: _first((not facts["can_fuse"], "its optimizer has no fused kernel, or says itself how it steps")),
+    ),
+    ScriptKnob(
+        _workers, lambda facts: facts["data_wait_share"] / max(0.05, 1 - facts["data_wait_share"]), _why_no_workers, 1.0
+    ),
+    ScriptKnob(
+        lambda facts: {"pin_memory": True},
+        lambda facts: 0.02,
+        lambda facts: _first((not _on_gpu(facts), "needs a GPU"), (facts["pinned"] is not False, "already on")),
+    ),
+    ScriptKnob(
+        lambda facts: {"cudnn_benchmark": True},
+        lambda facts: 0.05,
+        lambda facts: _first(
+            (not _of_images(facts), "no convolutions on a GPU"), (facts["cudnn_benchmark"], "already on")
+        ),
+    ),
+    ScriptKnob(
+        lambda facts: {"channels_last": True},
+        lambda facts: 0.1,
+        lambda facts: _first((not _of_images(facts), "no convolutions on a GPU")),
+    ),
+    ScriptKnob(lambda facts: {"compile": True}, lambda facts: 0.25, _why_not_compiled, 20.0),
+)

@@ -1,0 +1,186 @@
+"""What the tuning of a script has found, as it is told and written down."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from frameworm.attach.trial.switches import Switches, by_hand, in_words
+from frameworm.guard.gain import Speedup
+from frameworm.guard.proof import Proof
+from frameworm.report.tune.page import render_tune
+
+Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
+TUNED_NAME = "tuned.yaml"
+
+
+@dataclass
+class ScriptAttempt:
+    """One change that was tried, or why it was not.
+
+    Attributes:
+        changes: Switches and their values.
+        status: What came of it.
+        reason: Why.
+        proof: What that rests on; None: it did not come to that.
+        setup_s: What the script with it took to its first steps.
+    """
+
+    changes: dict[str, Any]
+    status: Status
+    reason: str
+    proof: Proof | None = None
+    setup_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The change in a few words."""
+        return in_words(self.changes)
+
+
+@dataclass
+class ScriptResult:
+    """The end of a search.
+
+    Attributes:
+        command: The script and its arguments.
+        fingerprint: What the result is bound to.
+        isolated: Whether trials could write nothing that stays.
+        facts: What is known about the script.
+        sample_s: Seconds per sample before; None where no loader tells samples.
+        setup_s: What the script takes to its first steps.
+        switches: What was found.
+        attempts: Everything that was tried, and what was not with its reason.
+        total: The proof of all together.
+        problem: Why nothing could be tuned, if so.
+        stopped: Why the search ended.
+        trials: Processes of the script that were started.
+        spent_s: What the search took.
+    """
+
+    command: list[str]
+    fingerprint: dict[str, Any]
+    isolated: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+    sample_s: float | None = None
+    setup_s: float | None = None
+    switches: Switches = field(default_factory=Switches)
+    attempts: list[ScriptAttempt] = field(default_factory=list)
+    total: Proof | None = None
+    problem: str | None = None
+    stopped: str = ""
+    trials: int = 0
+    spent_s: float = 0.0
+
+    @property
+    def accepted(self) -> list[ScriptAttempt]:
+        """The changes that stay."""
+        return [item for item in self.attempts if item.status == "accepted"]
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """Of all changes together."""
+        if self.total is not None:
+            return self.total.speedup
+        return self.accepted[0].proof.speedup if len(self.accepted) == 1 and self.accepted[0].proof else None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The switches that are on."""
+        return self.switches.to_dict()
+
+    @property
+    def by_hand(self) -> list[str]:
+        """What to write into the script for the same."""
+        return by_hand(self.changes)
+
+    def to_json(self, tuned: str = TUNED_NAME) -> dict[str, Any]:
+        """Plain values, as for the search of a config."""
+        usual = asdict(Switches())
+        failure = None if self.problem is None else {"kind": "not_applicable", "reason": self.problem}
+        setups = [item.setup_s for item in self.accepted if item.setup_s is not None]
+        return {
+            "name": self.fingerprint.get("name", ""),
+            "command": f"frameworm run --with {tuned} {shlex.join(self.command)}",
+            "speedup": None if self.speedup is None else asdict(self.speedup),
+            "changes": {key: {"before": usual[key], "after": value} for key, value in self.changes.items()},
+            "accepted": [
+                {
+                    "knob": ", ".join(item.changes),
+                    "changes": item.changes,
+                    "before": {key: usual[key] for key in item.changes},
+                    "mathematics": "rounding",
+                    "proved_alone": True,
+                    "why": "it may help here",
+                    "speedup": None if item.proof is None else _speedup(item.proof),
+                    "setup_s": item.setup_s,
+                }
+                for item in self.accepted
+            ],
+            "attempts": [
+                {
+                    "knob": ", ".join(item.changes),
+                    "label": item.label,
+                    "changes": item.changes,
+                    "status": item.status,
+                    "reason": item.reason,
+                    "proof": None if item.proof is None else item.proof.to_json(),
+                }
+                for item in self.attempts
+            ],
+            "trade_offs": [],
+            "baseline": {**self._trial(self.sample_s), "setup_s": self.setup_s, "failure": failure},
+            "final": {**self._trial(self._after_s()), "setup_s": setups[-1] if setups else self.setup_s},
+            "total": None if self.total is None else self.total.to_json(),
+            "by_hand": self.by_hand,
+            "script": self.command,
+            "fingerprint": self.fingerprint,
+            "facts": self.facts,
+            "isolated": self.isolated,
+            "spent_s": self.spent_s,
+            "trials": self.trials,
+            "stopped": self.stopped,
+        }
+
+    def _after_s(self) -> float | None:
+        return None if self.sample_s is None or self.speedup is None else self.sample_s / self.speedup.value
+
+    def _trial(self, sample_s: float | None) -> dict[str, Any]:
+        return {"seconds_per_sample": [] if sample_s is None else [sample_s]}
+
+
+def _speedup(proof: Proof) -> dict[str, Any] | None:
+    return None if proof.speedup is None else asdict(proof.speedup)
+
+
+def tuned_yaml(result: ScriptResult) -> str:
+    """The file for `frameworm run --with`."""
+    gain = result.speedup
+    told = "" if gain is None else f" {gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f}) as fast,"
+    head = (
+        f"# By frameworm tune:{told} and it learns the same. Bound to the script, its arguments, versions and device.\n"
+    )
+    body = {
+        "version": 1,
+        "switches": result.changes,
+        "speedup": None if gain is None else {"value": gain.value, "low": gain.low, "high": gain.high},
+        "fingerprint": result.fingerprint,
+    }
+    return head + yaml.safe_dump(body, sort_keys=False)
+
+
+def write_result(result: ScriptResult, folder: Path) -> None:
+    """Leave tune.json and report.html, and tuned.yaml where something was found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tuned = folder / TUNED_NAME
+    plain = result.to_json(str(tuned))
+    (folder / "tune.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(render_tune(plain, str(tuned)), encoding="utf-8")
+    tuned.unlink(missing_ok=True)
+    if result.changes:
+        tuned.write_text(tuned_yaml(result), encoding="utf-8")

@@ -1,0 +1,333 @@
+"""Looks for the switches that make somebody's script faster: what may help here is tried, timed in turns, and proved.
+
+Trials are processes of the script. Two of them are timed window by window, the best so far and the one with a change;
+they take turns over the same steps. What is faster then goes on from states of the script as it is, step for step, and
+must compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from frameworm.attach.trial.fingerprint import fingerprint_of
+from frameworm.attach.trial.job import Role, TrialJob
+from frameworm.attach.trial.switches import WORDS, Switches
+from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
+from frameworm.guard.gain import Window, speedup_of
+from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Proof, prove
+from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
+from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob
+from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess
+from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
+
+_FEW_STEPS = (2, 3, 4, 5)
+COMPARED_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
+LEAST_STEPS = 12  # fewer cannot be timed and compared
+_PAIRS, _SCREENING = 10, 4
+_WINDOW_S = 0.3
+_LEAD_IN = 2
+_NOISE = ("noise-1", "noise-2")
+_EXPECTED = "expected"
+_RESTARTS = 3
+_WARM_STEPS = 4
+_LOOK_S = 2.0
+# What the last trial may take beyond the budget.
+_OVER = 0.1
+
+
+class ScriptSearch:
+    """Tunes one script.
+
+    Args:
+        script: The Python file.
+        arguments: What follows it.
+        folder: Where trials and results go.
+        budget_s: What all of it may take.
+        module: Its name where it runs as with `python -m`.
+        isolated: Trials write nothing that stays.
+        tell: Is told what goes on.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        folder: Path,
+        budget_s: float,
+        *,
+        module: str | None = None,
+        isolated: bool = True,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._script, self._arguments, self._module = script, list(arguments), module
+        self._place = folder / "trials"
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir(parents=True)
+        self._ends = time.monotonic() + budget_s
+        self._budget_s = budget_s
+        self._tell = tell
+        self._trial_s = 0.0  # what a start takes
+        self._step_s = 0.1
+        self._total: int | None = None  # steps of the script, once it has come to its end
+        self._led = False
+        self._expects = False
+        self._setup_s: float | None = None
+        shown = ["-m", module] if module else [str(script)]
+        self.result = ScriptResult([*shown, *arguments], fingerprint_of(script, arguments), isolated)
+
+    def run(self) -> ScriptResult:
+        """Search until nothing is left to try, or the time is over."""
+        result, began = self.result, time.monotonic()
+        try:
+            self._tell("running the script as it is")
+            knobs = self._look()
+        except ScriptError as error:
+            result.problem, result.stopped = str(error), "the script cannot be tuned"
+            result.spent_s = time.monotonic() - began
+            return result
+        result.stopped = "everything was tried"
+        for knob in knobs:
+            if not self._has_time(knob):
+                result.stopped = f"the budget of {self._budget_s:.0f} s is spent"
+                result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
+                continue
+            self._try(knob)
+        if len(result.accepted) > 1:
+            self._prove_whole(result.accepted[-1].proof)
+        shutil.rmtree(self._place, ignore_errors=True)
+        result.spent_s = time.monotonic() - began
+        return result
+
+    def check(self, switches: Switches) -> str | None:
+        """Compare a few of the script's first steps with and without switches; what differs, or None."""
+        try:
+            self._look()
+            agreement = self._compare(switches, _FEW_STEPS).agreement
+        except ScriptError as error:
+            return str(error)
+        judged = None if agreement is None else judge_agreement(agreement)
+        return judged.detail if judged is not None and judged.passed is False else None
+
+    # What the script is
+
+    def _look(self) -> list[ScriptKnob]:
+        began = time.monotonic()
+        with self._start(Switches(), "first") as process:
+            stand = self._stands(process)
+            self._trial_s = time.monotonic() - began
+            facts = stand.facts
+            try:
+                timed = process.go(LEAST_STEPS - stand.done)
+            except ScriptEndedError as ended:
+                raise _too_short(ended.steps) from None
+            assert timed.seconds is not None
+            self._step_s = timed.seconds / (LEAST_STEPS - stand.done)
+            share = timed.wait_s / timed.seconds
+            try:  # a script that is over soon should be known as such
+                process.go(math.ceil(_LOOK_S / self._step_s))
+            except ScriptEndedError as ended:
+                self._total = ended.steps
+        self.result.facts = {**facts, "data_wait_share": share}
+        self.result.fingerprint["device"] = facts["device_name"]
+        self.result.setup_s = stand.age_s
+        self.result.sample_s = timed.seconds / timed.samples if timed.samples else None
+        return self._knobs()
+
+    def _stands(self, process: ScriptProcess) -> Any:
+        try:
+            return process.stand()
+        except ScriptEndedError as ended:
+            raise (_too_short(ended.steps) if ended.steps else ended) from None
+
+    def _knobs(self) -> list[ScriptKnob]:
+        """What may help this script, the most promising first; what cannot is written down with its reason."""
+        facts, found = self.result.facts, []
+        for knob in SCRIPT_KNOBS:
+            why_not = knob.why_not(facts)
+            if why_not is None:
+                found.append(knob)
+            else:
+                self.result.attempts.append(ScriptAttempt(knob.changes(facts), "skipped", why_not))
+        return sorted(found, key=lambda knob: -knob.gain(facts) / (1 + knob.setup_s))
+
+    # One change
+
+    def _try(self, knob: ScriptKnob) -> None:
+        result = self.result
+        changes = knob.changes(result.facts)
+        candidate = result.switches.having(changes)
+        attempt = ScriptAttempt(changes, "inconclusive", "")
+        result.attempts.append(attempt)
+        self._tell(f"trying {attempt.label}")
+        try:
+            windows = self._time_both(result.switches, candidate)
+            gain = speedup_of(windows)
+            if gain is None or gain.high < 1 + MINIMUM_GAIN:
+                attempt.proof = prove(windows, None)
+                attempt.status = "rejected"
+                attempt.reason = attempt.proof.checks[0].detail
+            else:
+                self._tell(f"proving {attempt.label}")
+                attempt.proof = prove(windows, self._compare(candidate))
+                attempt.status, attempt.reason = attempt.proof.verdict, attempt.proof.reason
+        except ScriptError as error:
+            attempt.status, attempt.reason = "failed", str(error)
+        if attempt.status == "accepted":
+            result.switches, attempt.setup_s = candidate, self._setup_s
+        self._tell(f"{attempt.label}: {attempt.status}, {attempt.reason}")
+
+    def _prove_whole(self, last: Proof | None) -> None:
+        """All that was accepted beside the script as it is; that it computes the same was shown with the last."""
+        self._tell("timing all changes together")
+        try:
+            windows = self._time_both(Switches(), self.result.switches, screening=False)
+        except ScriptError as error:
+            self._tell(f"all changes together: {error}")
+            return
+        gain = speedup_of(windows)
+        if gain is not None and last is not None:
+            self.result.total = replace(last, speedup=gain, checks=prove(windows, None).checks[:1] + last.checks[1:])
+
+    def _time_both(self, before: Switches, after: Switches, *, screening: bool = True) -> list[Window]:
+        """Windows of both in turns; few where they show already that nothing is gained."""
+        windows: list[Window] = []
+        restarts = 0
+        while len(windows) < 2 * _PAIRS and restarts < _RESTARTS:
+            restarts += 1
+            with ExitStack() as both:
+                sides = [
+                    ("before", both.enter_context(self._start(before, "before"))),
+                    ("after", both.enter_context(self._start(after, "after"))),
+                ]
+                try:
+                    ages = [process.stand().age_s for _, process in sides]
+                    self._setup_s = ages[1]
+                    lead_in = _LEAD_IN + 2 * after.workers
+                    steps = self._window_steps(lead_in)
+                    for _, process in sides:
+                        process.go(_WARM_STEPS)
+                    while len(windows) < 2 * _PAIRS:
+                        pair = []
+                        for side, process in sides if len(windows) % 4 == 0 else reversed(sides):
+                            process.go(lead_in)
+                            stand = process.go(steps)
+                            assert stand.seconds is not None
+                            pair.append(Window("before" if side == "before" else "after", stand.seconds / steps))
+                        windows += pair
+                        if screening and len(windows) == 2 * _SCREENING and _is_hopeless(windows):
+                            return windows
+                        if time.monotonic() > self._ends and len(windows) >= 2 * _SCREENING:
+                            return windows
+                except ScriptEndedError as ended:
+                    self._total = ended.steps
+        return windows
+
+    def _window_steps(self, lead_in: int) -> int:
+        wanted = max(4, math.ceil(_WINDOW_S / self._step_s))
+        if self._total is None:
+            return wanted
+        # A script that is over soon is started again; a start should give half of the pairs.
+        return max(2, min(wanted, 2 * (self._total - LEAST_STEPS) // _PAIRS - lead_in))
+
+    # The proof
+
+    def _compare(self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS) -> Evidence:
+        """What the candidate computes from states of the script as it is."""
+        steps = [step for step in wanted if self._total is None or step < self._total]
+        if not self._led:
+            with ExitStack() as all_of_them:
+                leader = all_of_them.enter_context(self._start(Switches(), LEADER, "lead", steps))
+                others = [
+                    all_of_them.enter_context(self._start(Switches(), name, "follow", steps, number))
+                    for number, name in enumerate(_NOISE, 1)
+                ]
+                for process in (leader, *others):
+                    self._listen(process)
+            self._led = True
+        expected = LEADER
+        if candidate.autocast != "off":
+            expected = _EXPECTED
+            if not self._expects:
+                self._note(_EXPECTED, Switches(autocast=candidate.autocast), steps)
+                self._expects = True
+        self._note(CANDIDATE, candidate, steps)
+        unit = ROUNDING_UNITS["bf16"] if candidate.autocast != "off" else self._unit(candidate)
+        return evidence_of(self._place, steps, _NOISE, CANDIDATE, unit, expected)
+
+    def _unit(self, switches: Switches) -> float:
+        facts = self.result.facts
+        if facts["half"]:
+            return ROUNDING_UNITS["bf16"]
+        return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
+
+    def _note(self, name: str, switches: Switches, steps: list[int]) -> None:
+        for path in self._place.glob(f"{name}-*.pt"):
+            path.unlink()
+        with self._start(switches, name, "follow", steps) as process:
+            self._listen(process)
+
+    def _listen(self, process: ScriptProcess) -> None:
+        try:
+            process.hear("compared")
+        except ScriptEndedError as ended:
+            self._total = ended.steps  # what it has noted until then counts
+
+    def _start(
+        self, switches: Switches, name: str, role: Role = "time", steps: list[int] | None = None, perturbed: int = 0
+    ) -> ScriptProcess:
+        self.result.trials += 1
+        job = TrialJob(
+            str(self._script.absolute()),
+            self._arguments,
+            module=self._module,
+            switches=switches.to_dict(),
+            role=role,
+            folder=str(self._place.absolute()),
+            name=name,
+            steps=steps or [],
+            perturbed=perturbed,
+            unit=self._unit(Switches()) if self.result.facts else ROUNDING_UNITS["fp32"],
+            isolated=self.result.isolated,
+        )
+        return ScriptProcess(job, self._place / "processes", self._ends + _OVER * self._budget_s)
+
+    def _has_time(self, knob: ScriptKnob) -> bool:
+        """Whether a trial and its proof end in time, as far as is known."""
+        starts = 2 if self._led else 5
+        needs_s = starts * self._trial_s + 3 * knob.setup_s + 2 * _PAIRS * _WINDOW_S
+        return time.monotonic() + needs_s < self._ends
+
+
+def _too_short(steps: int) -> ScriptError:
+    if not steps:
+        return ScriptError("no optimizer of torch has stepped: there is no training to tune in this process")
+    return ScriptError(f"the script ended after {steps} steps; give it arguments that train for {LEAST_STEPS} or more")
+
+
+def _is_hopeless(windows: Sequence[Window]) -> bool:
+    gain = speedup_of(windows)
+    return gain is not None and gain.high < 1 + MINIMUM_GAIN
+
+
+def plan_in_words(script: Path, arguments: Sequence[str], folder: Path, budget_s: float, refused: str | None) -> str:
+    """What a search would do, without doing it."""
+    apart = (
+        "Each trial runs in namespaces of its own: what it writes or deletes is gone at its end, and it has no network."
+        if refused is None
+        else f"This machine cannot keep trials apart ({refused}): what they write and send would stay."
+    )
+    names = ", ".join(WORDS[name][0] for name in asdict(Switches()))
+    return (
+        f"would run {shlex.join([str(script), *arguments])} some ten times, each for as many steps as it takes to time "
+        f"and to compare, within {budget_s:.0f} s, and kill it then. {apart}\n"
+        f"would try, where it may help: {names}.\n"
+        f"would write into {folder}: tuned.yaml, tune.json, report.html.\n"
+    )
