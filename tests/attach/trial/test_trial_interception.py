@@ -1,0 +1,136 @@
+"""Switches are set from outside, where the script has left them open, and leave its objects as they were."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from frameworm.attach.patches import Patches
+from frameworm.attach.trial.interception import intercept
+from frameworm.attach.trial.switches import WORDS, Switches, by_hand, in_words
+from frameworm.errors import ConfigError
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    made = Patches()
+    before = torch.optim.Optimizer.__init__, DataLoader.__init__
+    yield made
+    made.remove()
+    assert (torch.optim.Optimizer.__init__, DataLoader.__init__) == before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_that_can_are_fused(kind: Any, patches: Patches) -> None:
+    intercept(Switches(fused_optimizer=True), patches)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fused"), [({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, None)]
+)
+def test_what_the_script_says_itself_stays(settings: dict[str, Any], fused: bool | None, patches: Patches) -> None:
+    intercept(Switches(fused_optimizer=True), patches)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], **settings)
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
+def test_optimizers_without_such_a_kernel_are_left_alone(patches: Patches) -> None:
+    intercept(Switches(fused_optimizer=True), patches)
+    optimizer = torch.optim.RMSprop([nn.Parameter(torch.ones(2))])
+    assert "fused" not in optimizer.param_groups[0]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(4))
+
+
+def test_loaders_that_shuffle_get_processes(patches: Patches) -> None:
+    intercept(Switches(workers=1), patches)
+    samples = TensorDataset(torch.arange(8.0))
+    torch.manual_seed(0)
+    shuffled = DataLoader(samples, 2, shuffle=True)
+    assert (shuffled.num_workers, shuffled.persistent_workers) == (1, True)
+    found = [item for (batch,) in shuffled for item in batch.tolist()]
+    patches.remove()
+    torch.manual_seed(0)
+    assert found == [item for (batch,) in DataLoader(samples, 2, shuffle=True) for item in batch.tolist()]
+
+
+def test_other_loaders_do_not(patches: Patches) -> None:
+    intercept(Switches(workers=1), patches)
+    samples = TensorDataset(torch.arange(8.0))
+    for loader in (
+        DataLoader(samples, 2),
+        DataLoader(samples, 2, sampler=SequentialSampler(samples)),
+        DataLoader(Stream()),
+    ):
+        assert loader.num_workers == 0
+    assert DataLoader(samples, 2, shuffle=True, num_workers=2).num_workers == 2
+
+
+class Network(nn.Module):
+    """Returns what models of libraries return: tensors in a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> dict[str, Any]:
+        scores = self.inner(batch)
+        return {"scores": scores, "all": [scores], "ids": torch.arange(2)}
+
+
+def test_autocast_computes_in_half_and_returns_what_was_returned(patches: Patches) -> None:
+    model, batch = Network(), torch.randn(2, 4)
+    plain = model(batch)
+    intercept(Switches(autocast="bf16"), patches).found(model)
+    found = model(batch)
+    assert (found["scores"].dtype, found["all"][0].dtype, found["ids"].dtype) == (torch.float32,) * 2 + (torch.int64,)
+    assert not torch.equal(found["scores"], plain["scores"])
+    assert torch.equal(found["scores"], plain["scores"].bfloat16().float()) or torch.allclose(
+        found["scores"], plain["scores"], rtol=0.02, atol=0.02
+    )
+    model.eval()
+    assert torch.equal(model(batch)["scores"], plain["scores"]), "evaluation runs as written"
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(batch)["scores"], plain["scores"])
+
+
+def test_a_model_with_switches_is_saved_and_copied_without(patches: Patches) -> None:
+    model, batch = Network(), torch.randn(2, 4)
+    keys = list(model.state_dict())
+    plain = model(batch)["scores"]
+    intercept(Switches(autocast="bf16"), patches).found(model)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(copy.deepcopy(model)(batch)["scores"], plain)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(batch)["scores"], plain)
+
+
+def test_switches_are_read_as_they_were_written() -> None:
+    switches = Switches(autocast="bf16", workers=2, compile=True)
+    assert Switches.from_dict(switches.to_dict()) == switches
+    assert in_words(switches.to_dict()) == "bf16 autocast, compiled model, 2 loader processes"
+    assert by_hand({"workers": 2}) == ["num_workers=2, persistent_workers=True in the training DataLoader"]
+    assert list(WORDS) == list(Switches.__dataclass_fields__)
+    with pytest.raises(ConfigError, match="there is no such switch"):
+        Switches.from_dict({"faster": True})
+    with pytest.raises(ConfigError, match="is not of the kind"):
+        Switches.from_dict({"workers": "many"})
