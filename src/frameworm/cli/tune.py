@@ -297,7 +297,8 @@ def _check_start(prepared: TunedRun) -> None:
     from frameworm.tune.scripts.search import ScriptSearch
 
     with tempfile.TemporaryDirectory(prefix="frameworm-run-") as folder:
-        problem = ScriptSearch(prepared.script, prepared.arguments, Path(folder), 300.0).check(prepared.switches)
+        search = ScriptSearch(prepared.script, prepared.arguments, Path(folder), 300.0)
+        problem = search.check(prepared.switches, prepared.facts)
     if problem is not None:
         raise ConfigError(f"the first steps do not compute the same as without it: {problem}; tune the script again")
 

@@ -53,6 +53,8 @@ def main() -> None:
     finder.arm()
     ending = run_script(Path(job.script), job.arguments, job.module)
     finder.disarm()
+    if isinstance(ending.code, str):
+        print(ending.code, file=sys.stderr)  # as Python does at the end of a process
     sys.stdout.flush()
     sys.stderr.flush()
     steps = counters[0].updates if counters else 0

@@ -37,6 +37,7 @@ class TunedRun:
         found = _read(tuned)
         self.switches = Switches.from_dict(found.get("switches") or {})
         self._fingerprint: Mapping[str, Any] = found.get("fingerprint") or {}
+        self.facts: Mapping[str, Any] = found.get("facts") or {}
         self._speedup: Mapping[str, Any] = found.get("speedup") or {}
         others = differences(self._fingerprint, fingerprint_of(script, arguments))
         if others:

@@ -170,6 +170,7 @@ def tuned_yaml(result: ScriptResult) -> str:
         "switches": result.changes,
         "speedup": None if gain is None else {"value": gain.value, "low": gain.low, "high": gain.high},
         "fingerprint": result.fingerprint,
+        "facts": result.facts,
     }
     return head + yaml.safe_dump(body, sort_keys=False)
 

@@ -11,7 +11,7 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +39,8 @@ _EXPECTED = "expected"
 _RESTARTS = 3
 _WARM_STEPS = 4
 _LOOK_S = 2.0
+# Parameters, gradients and two states of an optimizer; runs that fit into so much are made beside each other.
+_COPIES_BYTES, _ROOM_BYTES = 16, 2 * 2**30
 # What the last trial may take beyond the budget.
 _OVER = 0.1
 
@@ -106,10 +108,15 @@ class ScriptSearch:
         result.spent_s = time.monotonic() - began
         return result
 
-    def check(self, switches: Switches) -> str | None:
-        """Compare a few of the script's first steps with and without switches; what differs, or None."""
+    def check(self, switches: Switches, facts: Mapping[str, Any]) -> str | None:
+        """Compare a few of the script's first steps with and without switches; what differs, or None.
+
+        Args:
+            switches: What was found.
+            facts: What was known about the script then.
+        """
+        self.result.facts = dict(facts)
         try:
-            self._look()
             agreement = self._compare(switches, _FEW_STEPS).agreement
         except ScriptError as error:
             return str(error)
@@ -242,23 +249,19 @@ class ScriptSearch:
     def _compare(self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS) -> Evidence:
         """What the candidate computes from states of the script as it is."""
         steps = [step for step in wanted if self._total is None or step < self._total]
+        runs: list[tuple[str, Switches, int]] = []
         if not self._led:
-            with ExitStack() as all_of_them:
-                leader = all_of_them.enter_context(self._start(Switches(), LEADER, "lead", steps))
-                others = [
-                    all_of_them.enter_context(self._start(Switches(), name, "follow", steps, number))
-                    for number, name in enumerate(_NOISE, 1)
-                ]
-                for process in (leader, *others):
-                    self._listen(process)
-            self._led = True
+            runs += [(LEADER, Switches(), 0), *((name, Switches(), place) for place, name in enumerate(_NOISE, 1))]
         expected = LEADER
         if candidate.autocast != "off":
             expected = _EXPECTED
             if not self._expects:
-                self._note(_EXPECTED, Switches(autocast=candidate.autocast), steps)
-                self._expects = True
-        self._note(CANDIDATE, candidate, steps)
+                runs.append((_EXPECTED, Switches(autocast=candidate.autocast), 0))
+        runs.append((CANDIDATE, candidate, 0))
+        small = _COPIES_BYTES * self.result.facts["parameters"] * len(runs) < _ROOM_BYTES
+        for together in [runs] if small else [[run] for run in runs]:
+            self._note(together, steps)
+        self._led, self._expects = True, self._expects or expected == _EXPECTED
         unit = ROUNDING_UNITS["bf16"] if candidate.autocast != "off" else self._unit(candidate)
         return evidence_of(self._place, steps, _NOISE, CANDIDATE, unit, expected)
 
@@ -268,17 +271,20 @@ class ScriptSearch:
             return ROUNDING_UNITS["bf16"]
         return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
 
-    def _note(self, name: str, switches: Switches, steps: list[int]) -> None:
-        for path in self._place.glob(f"{name}-*.pt"):
-            path.unlink()
-        with self._start(switches, name, "follow", steps) as process:
-            self._listen(process)
-
-    def _listen(self, process: ScriptProcess) -> None:
-        try:
-            process.hear("compared")
-        except ScriptEndedError as ended:
-            self._total = ended.steps  # what it has noted until then counts
+    def _note(self, runs: Sequence[tuple[str, Switches, int]], steps: list[int]) -> None:
+        """Let runs note what their steps give, beside each other: who follows waits for the states."""
+        with ExitStack() as all_of_them:
+            processes = []
+            for name, switches, perturbed in runs:
+                for path in self._place.glob(f"{name}-*.pt"):
+                    path.unlink()
+                role: Role = "lead" if name == LEADER else "follow"
+                processes.append(all_of_them.enter_context(self._start(switches, name, role, steps, perturbed)))
+            for process in processes:
+                try:
+                    process.hear("compared")
+                except ScriptEndedError as ended:
+                    self._total = ended.steps  # what it has noted until then counts
 
     def _start(
         self, switches: Switches, name: str, role: Role = "time", steps: list[int] | None = None, perturbed: int = 0
