@@ -52,13 +52,14 @@ def find_module(name: str) -> Path:
     raise EnvironmentSetupError(f"-m {name}: there is no such module to run; is its package installed?")
 
 
-def run_script(path: Path, arguments: Sequence[str], name: str | None = None) -> Ending:
+def run_script(path: Path, arguments: Sequence[str], name: str | None = None, source: str | None = None) -> Ending:
     """Run a file as `__main__` with these arguments. What it raises is shown as Python would show it.
 
     Args:
         path: The file.
         arguments: What follows it.
         name: What it is called as a module, where it runs as with `python -m`.
+        source: What to run under its name instead of what it holds.
     """
     sys.argv = [str(path), *arguments]
     if not getattr(sys.flags, "safe_path", False):
@@ -74,7 +75,7 @@ def run_script(path: Path, arguments: Sequence[str], name: str | None = None) ->
     sys.excepthook = sys.__excepthook__
     sys.modules["__main__"] = module
     try:
-        code = compile(path.read_bytes(), filename, "exec", dont_inherit=True)
+        code = compile(path.read_bytes() if source is None else source, filename, "exec", dont_inherit=True)
         exec(code, module.__dict__)
     except SystemExit as stop:
         failed = stop.code not in (None, 0)

@@ -135,8 +135,8 @@ def tune(
     """Make a script or a config faster by trials of the real run, and prove that it learns the same.
 
     A script is run as it is, settings are changed from outside, and nothing that it writes in a trial stays. Writes
-    tuned.yaml (for `frameworm run --with`), or best.yaml for a config, tune.json and report.html into the folder. Exit
-    code 1: the script or config itself does not run.
+    tuned.yaml (for `frameworm run --with`) and tuned.patch, or best.yaml for a config, tune.json and report.html into
+    the folder. Exit code 1: the script or config itself does not run.
 
     Example: frameworm tune examples/plain_loop.py --epochs 30
 
@@ -222,7 +222,7 @@ def _tune_script(
     from frameworm.attach.ranks import who_am_i
     from frameworm.attach.script import check_script, find_module
     from frameworm.report.tune.text import by_hand
-    from frameworm.tune.scripts.result import TUNED_NAME, write_result
+    from frameworm.tune.scripts.result import PATCH_NAME, TUNED_NAME, write_result
     from frameworm.tune.scripts.search import ScriptSearch, plan_in_words
 
     path = script if module is None else find_module(module)
@@ -257,7 +257,7 @@ def _tune_script(
         say(json.dumps(plain))
     elif result.problem is None:
         _show_tuned(plain, str(folder / TUNED_NAME))
-        say(by_hand(plain), end="")
+        say(by_hand(plain, str(folder / PATCH_NAME)), end="")
     if result.problem is not None:
         say(f"frameworm: {result.problem}", file=sys.stderr)
         raise typer.Exit(1)

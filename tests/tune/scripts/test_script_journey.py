@@ -106,8 +106,11 @@ def test_a_script_is_made_faster_proved_and_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "tune" / "train").iterdir()) == [
         "report.html",
         "tune.json",
+        "tuned.patch",
         "tuned.yaml",
     ]
+    patch = (tmp_path / "tune" / "train" / "tuned.patch").read_text()
+    assert "+    for batch, target in DataLoader(Samples(), 4, shuffle=True, num_workers=1" in patch.replace("3", "1")
 
     path = tmp_path / "tune" / "train" / "tuned.yaml"
     settings = yaml.safe_load(path.read_text())

@@ -18,6 +18,7 @@ class TrialJob:
         script: The Python file.
         arguments: What follows it.
         module: The name that it has as a module, where it runs as with `python -m`.
+        source: What to run in its place, under its name; None: what it holds.
         switches: What is set, as `Switches.to_dict` gives it.
         role: time: stand and go by the step, as told. lead: write down states and what steps give from there. follow:
             take these over and write down what one's own steps give.
@@ -34,6 +35,7 @@ class TrialJob:
     script: str
     arguments: list[str]
     module: str | None = None
+    source: str | None = None
     switches: dict[str, Any] = field(default_factory=dict)
     role: Role = "time"
     folder: str = ""

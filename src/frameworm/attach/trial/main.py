@@ -51,7 +51,7 @@ def main() -> None:
     counters: list[Any] = []
     finder = AfterImport("torch", lambda: counters.append(_attach(job, link)))
     finder.arm()
-    ending = run_script(Path(job.script), job.arguments, job.module)
+    ending = run_script(Path(job.script), job.arguments, job.module, job.source)
     finder.disarm()
     if isinstance(ending.code, str):
         print(ending.code, file=sys.stderr)  # as Python does at the end of a process
@@ -70,11 +70,13 @@ def _attach(job: TrialJob, link: Link) -> Any:
     from frameworm.attach.trial.timing import TimedRun
 
     models = intercept(Switches.from_dict(job.switches), Patches())
-    counter = (
-        TimedRun(models, link.report, link.receive) if job.role == "time" else ComparedRun(models, job, link.report)
-    ).counter
-    counter.install()
-    return counter
+    run: TimedRun | ComparedRun
+    if job.role == "time":
+        run = TimedRun(models, link.report, link.receive, job.script)
+    else:
+        run = ComparedRun(models, job, link.report)
+    run.counter.install()
+    return run.counter
 
 
 if __name__ == "__main__":

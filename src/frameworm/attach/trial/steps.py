@@ -9,10 +9,13 @@ when two runs are compared.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils.data.dataloader as dataloader
@@ -20,8 +23,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.trial.interception import can_fuse, can_have_processes
 
 _Function = Callable[..., Any]
+Place = Literal["optimizer", "loader", "model"]
+# Frames between a line of the script and what it calls.
+_OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
 
 
@@ -58,18 +65,23 @@ class StepCounter:
 
     Args:
         listener: Who is told.
+        script: The file whose lines `places` are.
 
     Attributes:
         step: Number of the step that is going on.
         updates: Updates that optimizers have made.
         models: Modules that were trained, in the order in which they were found.
         optimizers: Those that have stepped, likewise.
+        places: Lines of the script where optimizers and loaders are made and models are called, as kind, line and, of
+            a model, the name that it has there.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, script: str = "") -> None:
         self.step = self.updates = 0
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.places: list[tuple[Place, int, str]] = []
+        self._script = script
         self._listener = listener
         self._is_over = True
         self._complete = False
@@ -83,6 +95,7 @@ class StepCounter:
         patches, closer = self._patches, self._closer
         patches.set(dataloader._BaseDataLoaderIter, "__next__", self._fetching)
         patches.set(torch.optim.Optimizer, "__init__", self._making)
+        closer.set(dataloader.DataLoader, "__init__", self._loading)
         closer.set(nn.Module, "__call__", self._calling)
         closer.set(torch.autograd, "backward", self._going_back)
         for owner in (nn.utils, nn.utils.clip_grad):
@@ -149,6 +162,7 @@ class StepCounter:
                 return original(module, *args, **kwargs)
             if not any(module is known for known in self.models) and _learns(module):
                 self.models.append(module)
+                self._note_place("model", module)
                 self._tell(self._listener.model_found, module)
             self._begin()
             self._depth += 1
@@ -183,6 +197,8 @@ class StepCounter:
         @functools.wraps(original)
         def initialise(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
+            if can_fuse(optimizer):
+                self._note_place("optimizer")
             kind = type(optimizer)
             if getattr(kind, "step", None) is not None and getattr(kind.step, _OURS, None) is not self:
                 wrapper: Any = self._stepping(kind.step)
@@ -190,6 +206,25 @@ class StepCounter:
                 self._patches.set(kind, "step", lambda _: wrapper)  # around what torch puts around it
 
         return initialise
+
+    def _loading(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def initialise(loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, *args, **kwargs)
+            if can_have_processes(loader):
+                self._note_place("loader")
+
+        return initialise
+
+    def _note_place(self, kind: Place, made: object = None) -> None:
+        """The line of the script that goes on, if this is its own doing and not a library's."""
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename == self._script:
+            names = {**frame.f_globals, **frame.f_locals}
+            name = next((name for name, value in names.items() if made is not None and value is made), "")
+            self.places.append((kind, frame.f_lineno, name))
 
     def _stepping(self, original: _Function) -> _Function:
         @functools.wraps(original)

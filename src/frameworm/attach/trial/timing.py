@@ -25,12 +25,17 @@ class TimedRun(Listener):
         switches: To be set in the models that are found.
         report: Takes what is to be told.
         receive: Gives what to do: `{"go": steps}`.
+        script: See `StepCounter`.
     """
 
     def __init__(
-        self, switches: ModelSwitches, report: Callable[[dict[str, Any]], None], receive: Callable[[], dict[str, Any]]
+        self,
+        switches: ModelSwitches,
+        report: Callable[[dict[str, Any]], None],
+        receive: Callable[[], dict[str, Any]],
+        script: str,
     ) -> None:
-        self.counter = StepCounter(self)
+        self.counter = StepCounter(self, script)
         self._switches = switches
         self._report, self._receive = report, receive
         self._stop_before = FIRST_STEPS + 1
@@ -130,4 +135,5 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,
+        "places": counter.places,
     }

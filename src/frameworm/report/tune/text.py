@@ -85,10 +85,20 @@ def attempts_table(result: Mapping[str, Any], width: int = WIDTH, without: Seque
     return "\n".join(table([(one, two.ljust(widest), three) for one, two, three in rows], width)) + "\n"
 
 
-def by_hand(result: Mapping[str, Any]) -> str:
-    """The lines to write into a script instead of switching them on from outside; empty where there are none."""
+def by_hand(result: Mapping[str, Any], patch: str, width: int = WIDTH) -> str:
+    """How to have a script's changes in the script itself; empty where there are none.
+
+    Args:
+        result: What `tune.json` holds.
+        patch: Where the patch is, if there is one.
+        width: Columns; never under 50.
+    """
     lines = [tables.plain(item) for item in tune_tables.sequence(result.get("by_hand"))]
-    return "".join(f"{'by hand' if not place else '':<{LABEL_WIDTH}}{line}\n" for place, line in enumerate(lines))
+    if not lines:
+        return ""
+    told = f"git apply {patch}" if result.get("patch") else f"there is none: {tables.plain(result.get('no_patch'))}"
+    written = [f"{'by hand' if not place else '':<{LABEL_WIDTH}}{line}" for place, line in enumerate(lines)]
+    return "\n".join([*field("patch", told, max(width, _NARROWEST)), *written]) + "\n"
 
 
 def _bars(stages: Sequence[Stage], width: int) -> list[str]:

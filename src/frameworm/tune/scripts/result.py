@@ -16,7 +16,7 @@ from frameworm.guard.proof import Proof
 from frameworm.report.tune.page import render_tune
 
 Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
-TUNED_NAME = "tuned.yaml"
+TUNED_NAME, PATCH_NAME = "tuned.yaml", "tuned.patch"
 
 
 @dataclass
@@ -57,6 +57,8 @@ class ScriptResult:
         switches: What was found.
         attempts: Everything that was tried, and what was not with its reason.
         total: The proof of all together.
+        patch: The changes as a diff of the script, which was run.
+        no_patch: Why there is none.
         problem: Why nothing could be tuned, if so.
         stopped: Why the search ended.
         trials: Processes of the script that were started.
@@ -72,6 +74,8 @@ class ScriptResult:
     switches: Switches = field(default_factory=Switches)
     attempts: list[ScriptAttempt] = field(default_factory=list)
     total: Proof | None = None
+    patch: str | None = None
+    no_patch: str | None = None
     problem: str | None = None
     stopped: str = ""
     trials: int = 0
@@ -138,6 +142,8 @@ class ScriptResult:
             "final": {**self._trial(self._after_s()), "setup_s": setups[-1] if setups else self.setup_s},
             "total": None if self.total is None else self.total.to_json(),
             "by_hand": self.by_hand,
+            "patch": self.patch,
+            "no_patch": self.no_patch,
             "script": self.command,
             "fingerprint": self.fingerprint,
             "facts": self.facts,
@@ -176,12 +182,13 @@ def tuned_yaml(result: ScriptResult) -> str:
 
 
 def write_result(result: ScriptResult, folder: Path) -> None:
-    """Leave tune.json and report.html, and tuned.yaml where something was found."""
+    """Leave tune.json and report.html, and tuned.yaml and tuned.patch where something was found."""
     folder.mkdir(parents=True, exist_ok=True)
     tuned = folder / TUNED_NAME
     plain = result.to_json(str(tuned))
     (folder / "tune.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(render_tune(plain, str(tuned)), encoding="utf-8")
-    tuned.unlink(missing_ok=True)
-    if result.changes:
-        tuned.write_text(tuned_yaml(result), encoding="utf-8")
+    for path, text in ((tuned, tuned_yaml(result) if result.changes else None), (folder / PATCH_NAME, result.patch)):
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text, encoding="utf-8")

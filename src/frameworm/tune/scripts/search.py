@@ -25,6 +25,7 @@ from frameworm.guard.gain import Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Proof, prove
 from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
 from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob
+from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
 from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess
 from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
 
@@ -43,6 +44,8 @@ _LOOK_S = 2.0
 _COPIES_BYTES, _ROOM_BYTES = 16, 2 * 2**30
 # What the last trial may take beyond the budget.
 _OVER = 0.1
+# A patch may be so much slower than the switches, by the upper end of what was measured.
+_AS_FAST = 0.98
 
 
 class ScriptSearch:
@@ -104,6 +107,8 @@ class ScriptSearch:
             self._try(knob)
         if len(result.accepted) > 1:
             self._prove_whole(result.accepted[-1].proof)
+        if result.changes:
+            self._write_patch()
         shutil.rmtree(self._place, ignore_errors=True)
         result.spent_s = time.monotonic() - began
         return result
@@ -203,8 +208,43 @@ class ScriptSearch:
         if gain is not None and last is not None:
             self.result.total = replace(last, speedup=gain, checks=prove(windows, None).checks[:1] + last.checks[1:])
 
-    def _time_both(self, before: Switches, after: Switches, *, screening: bool = True) -> list[Window]:
-        """Windows of both in turns; few where they show already that nothing is gained."""
+    def _write_patch(self) -> None:
+        """The changes as a diff of the script, if that runs as fast and computes the same."""
+        result, source = self.result, self._script.read_text(encoding="utf-8")
+        try:
+            if time.monotonic() + 3 * self._trial_s + 2 * _PAIRS * _WINDOW_S > self._ends:
+                raise NoPatchError("there was no time left to try one")
+            written = patched(source, result.changes, result.facts["places"])
+            self._tell("trying the changes as a patch")
+            windows = self._time_both(result.switches, Switches(), screening=False, source=written)
+            slower = speedup_of(windows)
+            if slower is None or slower.high < _AS_FAST:
+                told = (
+                    "it could not be timed"
+                    if slower is None
+                    else f"{slower.value:.2f} x ({slower.low:.2f}..{slower.high:.2f})"
+                )
+                raise NoPatchError(f"written into the script they are not as fast: {told}")
+            agreement = self._compare(Switches(autocast=result.switches.autocast), source=written).agreement
+            judged = None if agreement is None else judge_agreement(agreement)
+            if judged is None or judged.passed is not True:
+                raise NoPatchError(f"written into the script they do not compute the same: {judged and judged.detail}")
+        except (NoPatchError, ScriptError) as error:
+            result.no_patch = str(error)
+            return
+        result.patch = as_diff(source, written, _relative(self._script))
+
+    def _time_both(
+        self, before: Switches, after: Switches, *, screening: bool = True, source: str | None = None
+    ) -> list[Window]:
+        """Windows of both in turns; few where they show already that nothing is gained.
+
+        Args:
+            before: Of one side.
+            after: Of the other.
+            screening: End early where nothing is gained.
+            source: What the other side runs in place of the script.
+        """
         windows: list[Window] = []
         restarts = 0
         while len(windows) < 2 * _PAIRS and restarts < _RESTARTS:
@@ -212,12 +252,12 @@ class ScriptSearch:
             with ExitStack() as both:
                 sides = [
                     ("before", both.enter_context(self._start(before, "before"))),
-                    ("after", both.enter_context(self._start(after, "after"))),
+                    ("after", both.enter_context(self._start(after, "after", source=source))),
                 ]
                 try:
                     ages = [process.stand().age_s for _, process in sides]
                     self._setup_s = ages[1]
-                    lead_in = _LEAD_IN + 2 * after.workers
+                    lead_in = _LEAD_IN + 2 * max(before.workers, after.workers)
                     steps = self._window_steps(lead_in)
                     for _, process in sides:
                         process.go(_WARM_STEPS)
@@ -246,8 +286,10 @@ class ScriptSearch:
 
     # The proof
 
-    def _compare(self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS) -> Evidence:
-        """What the candidate computes from states of the script as it is."""
+    def _compare(
+        self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS, source: str | None = None
+    ) -> Evidence:
+        """What the candidate, or another source, computes from states of the script as it is."""
         steps = [step for step in wanted if self._total is None or step < self._total]
         runs: list[tuple[str, Switches, int]] = []
         if not self._led:
@@ -260,7 +302,7 @@ class ScriptSearch:
         runs.append((CANDIDATE, candidate, 0))
         small = _COPIES_BYTES * self.result.facts["parameters"] * len(runs) < _ROOM_BYTES
         for together in [runs] if small else [[run] for run in runs]:
-            self._note(together, steps)
+            self._note(together, steps, source)
         self._led, self._expects = True, self._expects or expected == _EXPECTED
         unit = ROUNDING_UNITS["bf16"] if candidate.autocast != "off" else self._unit(candidate)
         return evidence_of(self._place, steps, _NOISE, CANDIDATE, unit, expected)
@@ -271,7 +313,7 @@ class ScriptSearch:
             return ROUNDING_UNITS["bf16"]
         return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
 
-    def _note(self, runs: Sequence[tuple[str, Switches, int]], steps: list[int]) -> None:
+    def _note(self, runs: Sequence[tuple[str, Switches, int]], steps: list[int], source: str | None) -> None:
         """Let runs note what their steps give, beside each other: who follows waits for the states."""
         with ExitStack() as all_of_them:
             processes = []
@@ -279,7 +321,9 @@ class ScriptSearch:
                 for path in self._place.glob(f"{name}-*.pt"):
                     path.unlink()
                 role: Role = "lead" if name == LEADER else "follow"
-                processes.append(all_of_them.enter_context(self._start(switches, name, role, steps, perturbed)))
+                text = source if name == CANDIDATE else None
+                started = self._start(switches, name, role, steps, perturbed, text)
+                processes.append(all_of_them.enter_context(started))
             for process in processes:
                 try:
                     process.hear("compared")
@@ -287,13 +331,20 @@ class ScriptSearch:
                     self._total = ended.steps  # what it has noted until then counts
 
     def _start(
-        self, switches: Switches, name: str, role: Role = "time", steps: list[int] | None = None, perturbed: int = 0
+        self,
+        switches: Switches,
+        name: str,
+        role: Role = "time",
+        steps: list[int] | None = None,
+        perturbed: int = 0,
+        source: str | None = None,
     ) -> ScriptProcess:
         self.result.trials += 1
         job = TrialJob(
             str(self._script.absolute()),
             self._arguments,
             module=self._module,
+            source=source,
             switches=switches.to_dict(),
             role=role,
             folder=str(self._place.absolute()),
@@ -316,6 +367,14 @@ def _too_short(steps: int) -> ScriptError:
     if not steps:
         return ScriptError("no optimizer of torch has stepped: there is no training to tune in this process")
     return ScriptError(f"the script ended after {steps} steps; give it arguments that train for {LEAST_STEPS} or more")
+
+
+def _relative(script: Path) -> str:
+    """As it is called from where the command was typed."""
+    try:
+        return script.absolute().relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return script.name
 
 
 def _is_hopeless(windows: Sequence[Window]) -> bool:

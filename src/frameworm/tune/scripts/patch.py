@@ -1,0 +1,170 @@
+"""The changes that a tuning found, written into the script itself: a small diff, or why there is none.
+
+Where to write is known from the run: the lines at which optimizers and loaders were made and models were called.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Switches that become keywords of a call that the script makes, and those that become lines of their own.
+_KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
+    "fused_optimizer": ("optimizer", {"fused": "True"}),
+    "workers": ("loader", {"num_workers": "{value}", "persistent_workers": "True"}),
+    "pin_memory": ("loader", {"pin_memory": "True"}),
+}
+_AT_THE_TOP = {
+    "tf32": 'torch.set_float32_matmul_precision("high")',
+    "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
+}
+_OF_THE_MODEL = {"channels_last": "{model}.to(memory_format=torch.channels_last)", "compile": "{model}.compile()"}
+_MAKES = {"loader": ("DataLoader",), "optimizer": ()}
+
+
+class NoPatchError(Exception):
+    """There is no place in the script to write a change; the message says why."""
+
+
+def patched(source: str, changes: Mapping[str, Any], places: Sequence[Sequence[Any]]) -> str:
+    """The script with the changes in it.
+
+    Args:
+        source: The script.
+        changes: Switches and their values.
+        places: Kind, line and name, as `StepCounter` has noted them.
+
+    Raises:
+        NoPatchError: One of the changes has no place of its own.
+    """
+    for name, value in changes.items():
+        if name in _KEYWORDS:
+            kind, keywords = _KEYWORDS[name]
+            lines = sorted({int(line) for found, line, _ in places if found == kind})
+            written = {key: text.format(value=value) for key, text in keywords.items()}
+            source = _with_keywords(source, name, kind, lines, written)
+    tree = ast.parse(source)
+    added: dict[int, list[str]] = {}
+    for name in changes:
+        if name in _AT_THE_TOP:
+            if not _has_name(tree, "torch"):
+                raise NoPatchError(f"{name}: the script does not import torch under its own name")
+            added.setdefault(_after_imports(tree), []).append(_AT_THE_TOP[name])
+        elif name in _OF_THE_MODEL:
+            models = sorted({str(model) for kind, _, model in places if kind == "model"})
+            place, text = _after_model(source, tree, name, models)
+            added.setdefault(place, []).append(text)
+        elif name not in _KEYWORDS:
+            raise NoPatchError(f"{name}: it goes around the model's call and its loss, which only you can tell apart")
+    rows = source.splitlines(keepends=True)
+    for place in sorted(added, reverse=True):
+        rows[place:place] = [f"{line}\n" for line in added[place]]
+    return "".join(rows)
+
+
+def as_diff(before: str, after: str, name: str) -> str:
+    """What `git apply` and `patch -p1` take."""
+    return "".join(
+        difflib.unified_diff(
+            before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+        )
+    )
+
+
+def _with_keywords(source: str, name: str, kind: str, lines: Sequence[int], keywords: Mapping[str, str]) -> str:
+    """The calls at these lines with keywords added; those that they have are replaced."""
+    if not lines:
+        raise NoPatchError(f"{name}: the {kind} is made by a library, not by the script")
+    for line in sorted(lines, reverse=True):
+        call = _call_at(ast.parse(source), line, _MAKES[kind])
+        if call is None or call.end_lineno is None or call.end_col_offset is None:
+            raise NoPatchError(f"{name}: line {line} makes the {kind} in a way that cannot be added to")
+        if any(item.arg is None for item in call.keywords):
+            raise NoPatchError(f"{name}: line {line} gives the {kind} its arguments by **")
+        rows = source.splitlines(keepends=True)
+        for item in [item for item in call.keywords if item.arg in keywords]:
+            value = item.value
+            if value.lineno != value.end_lineno:
+                raise NoPatchError(f"{name}: line {line} sets {item.arg} over several lines")
+            row = rows[value.lineno - 1].encode()
+            rows[value.lineno - 1] = (
+                row[: value.col_offset] + keywords[str(item.arg)].encode() + row[value.end_col_offset :]
+            ).decode()
+        known = {item.arg for item in call.keywords}
+        new = ", ".join(f"{key}={value}" for key, value in keywords.items() if key not in known)
+        if new:
+            call = _call_at(ast.parse("".join(rows)), line, _MAKES[kind])
+            assert call is not None
+            rows = _added_to(rows, call, new)
+        source = "".join(rows)
+    return source
+
+
+def _added_to(rows: list[str], call: ast.Call, new: str) -> list[str]:
+    """An argument more, behind the last one."""
+    last = max((*call.args, *(item.value for item in call.keywords)), key=_end, default=None)
+    at_line, at_column = (call.end_lineno, (call.end_col_offset or 1) - 1) if last is None else _end(last)
+    assert at_line is not None
+    row = rows[at_line - 1].encode()
+    rows[at_line - 1] = (row[:at_column] + (b"" if last is None else b", ") + new.encode() + row[at_column:]).decode()
+    return rows
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _call_at(tree: ast.Module, line: int, names: Sequence[str]) -> ast.Call | None:
+    """The outermost call at a line that makes an object, by its name where that is known."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    there = [node for node in calls if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    named = [node for node in there if _name_of(node.func).rpartition(".")[2] in names] if names else there
+    named = [node for node in named if _name_of(node.func).rpartition(".")[2][:1].isupper()]
+    return max(named, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+
+
+def _name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = _name_of(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def _has_name(tree: ast.Module, name: str) -> bool:
+    imports = [node for node in tree.body if isinstance(node, ast.Import)]
+    return any(alias.name == name and alias.asname is None for node in imports for alias in node.names)
+
+
+def _after_imports(tree: ast.Module) -> int:
+    """The line behind the imports at the top."""
+    return max(node.end_lineno or 0 for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
+def _after_model(source: str, tree: ast.Module, name: str, models: Sequence[str]) -> tuple[int, str]:
+    """The line behind the statement that gives the model its name, and what to write there."""
+    if len(models) != 1:
+        raise NoPatchError(f"{name}: the script itself does not call one model")
+    statement = _assignments(tree).get(models[0])
+    if statement is None:
+        raise NoPatchError(f"{name}: the script does not give the model that it calls a name")
+    row = source.splitlines()[statement.lineno - 1]
+    indent = row[: len(row) - len(row.lstrip())]
+    return statement.end_lineno or statement.lineno, indent + _OF_THE_MODEL[name].format(model=models[0])
+
+
+def _assignments(tree: ast.Module) -> dict[str, ast.stmt]:
+    """The last statement that gives each name its value, unless it is given inside of a loop."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.For, ast.While)):
+            continue
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.Assign) and len(part.targets) == 1:
+                name = _name_of(part.targets[0])
+                if name and (name not in found or part.lineno > found[name].lineno):
+                    found[name] = part
+    return found
