@@ -97,6 +97,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     if init:
         _wait_outside(init, status_read)
     os.close(status_read)
+    os.setsid()  # a signal to the process group reaches the waiter only, which passes it on once
     _die_with_parent(status_write)
     failure: Exception | None = None
     try:
@@ -107,7 +108,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     if script:
         _wait_as_init(script, status_write)
     os.close(status_write)
-    os.setsid()  # signals come from the waiter only, each once
+    os.setsid()
     if own_users:  # with the capabilities of its user namespace a script could do what it cannot do outside
         _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
     signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
