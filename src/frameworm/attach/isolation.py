@@ -28,7 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -86,6 +86,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     with _step("finding the working directory and the shared folders"):
         working_directory = str(Path.cwd())
         folders = [str(Path(folder).resolve(strict=True)) for folder in shared]
+    places = _writable_places(working_directory, folders)
     own_users = _unshare(network)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -101,7 +102,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     _die_with_parent(status_write)
     failure: Exception | None = None
     try:
-        _build_root(working_directory, folders, own_users)
+        _build_root(working_directory, folders, places, set(places.values()) if own_users else set())
     except Exception as error:
         failure = error
     script = os.fork()
@@ -281,30 +282,32 @@ def _visible_mounts(stack: contextlib.ExitStack) -> list[_Mount]:
     return sorted(found.values())
 
 
-def _top_of_own_folders(path: str) -> str:
-    """The highest folder above a path from which all belongs to this user.
+def _writable_places(working_directory: str, shared: Sequence[str]) -> dict[str, str]:
+    """Where most scripts write, each with the highest folder above it from which on all belongs to this user.
 
-    An overlay copies the folders above a changed file. A user namespace cannot do that with folders of others.
+    An overlay copies the folders above a changed file. A user namespace cannot do that with folders of others, and no
+    longer tells whose they are.
     """
-    folder = top = Path(path).resolve()
-    for parent in (folder, *folder.parents):
-        about = parent.stat()
-        if (about.st_uid, about.st_gid) != (os.geteuid(), os.getegid()):
-            break
-        top = parent
-    return str(top)
+    candidates = [Path(working_directory), Path("/tmp")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        candidates.append(Path.home())
+    own = (os.geteuid(), os.getegid())
+    found = {}
+    for place in candidates:
+        if os.access(place, os.W_OK) and not _inside(str(place.resolve()), shared):
+            top = folder = place.resolve()
+            while (folder.stat().st_uid, folder.stat().st_gid) == own and folder != folder.parent:
+                top, folder = folder, folder.parent
+            found[str(place)] = str(top)
+    return found
 
 
 def _inside(path: str, folders: Sequence[str]) -> bool:
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def _build_root(working_directory: str, shared: Sequence[str], own_users: bool) -> None:
-    """Assemble the new root from overlays and make it the root of this process."""
-    candidates = [working_directory, "/tmp"]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        candidates.append(str(Path.home()))
-    places = [path for path in candidates if os.access(path, os.W_OK) and not _inside(path, shared)]
+def _build_root(working_directory: str, shared: Sequence[str], places: Iterable[str], tops: set[str]) -> None:
+    """Assemble the new root from overlays, `tops` among them, and make it the root of this process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # one open file for each mount
     with contextlib.ExitStack() as stack:
@@ -317,10 +320,8 @@ def _build_root(working_directory: str, shared: Sequence[str], own_users: bool) 
             os.chdir("/proc")
             mounts = _visible_mounts(stack)
             kernel = {path: _opened(path, stack) for path in ("/dev", "/sys", "/dev/shm") if Path(path).is_dir()}
-            if own_users:
-                known = {mount.path for mount in mounts}
-                tops = sorted({_top_of_own_folders(path) for path in places} - known)
-                mounts = sorted([*mounts, *(_Mount(path, "", False, _opened(path, stack)) for path in tops)])
+            further = tops - {mount.path for mount in mounts}
+            mounts = sorted([*mounts, *(_Mount(path, "", False, _opened(path, stack)) for path in further)])
             real = {path: _opened(path, stack) for path in shared}
             _mount("tmpfs", "/proc", "tmpfs")  # the one folder whose content no overlay needs
         covered = [mount for mount in mounts if not _inside(mount.path, (*_KERNEL_FOLDERS, *shared))]
