@@ -89,7 +89,8 @@ class _Sums:
         self.steps = 0
         self.total_s = 0.0
         self.samples = 0
-        self.tokens: int | None = None
+        self.tokens = 0
+        self.token_steps = 0  # that know their tokens
         self.rare: dict[str, list[float]] = {}  # number, sum and sum of squares of the seconds
         self._bins: list[_Bin] = []
         self._current = _Bin()
@@ -111,7 +112,8 @@ class _Sums:
         if step.tokens is not None:
             tokens = known(step.tokens)
             if tokens is not None:
-                self.tokens = (self.tokens or 0) + int(tokens)
+                self.tokens += int(tokens)
+                self.token_steps += 1
         current = self._current
         current.steps += 1
         current.training_s += training_s
@@ -163,6 +165,12 @@ class _Sums:
         """Share of the time that was neither checkpoint nor validation."""
         rare_s = math.fsum(sums[1] for sums in self.rare.values())
         return max(1.0 - rare_s / self.total_s, 0.0) if self.total_s > 0 else 0.0
+
+    @property
+    def rows_per_step(self) -> float | None:
+        """Tokens of a step, or its samples where no step knows its tokens; None when neither is known."""
+        rows, steps = (self.tokens, self.token_steps) if self.token_steps else (self.samples, self.steps)
+        return rows / steps if rows and steps else None
 
     def step_s(self) -> Estimate | None:
         """Mean time of a step, less checkpoints and validation."""

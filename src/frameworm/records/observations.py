@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -49,6 +50,28 @@ class MatrixProduct:
     columns: int
     precision: str
     share: float  # of the model's FLOPs
+
+
+@dataclass(slots=True)
+class Framework:
+    """Whose training loop a script runs, so that remedies can be said in its terms.
+
+    Attributes:
+        name: Package of the loop: transformers, trl, lightning, fabric, accelerate, another one, or torch for a loop
+            that the script writes itself.
+        version: Of that package.
+        loop: Class whose method runs the loop; None where it is the script's own.
+        arguments: Class that takes the loop's options.
+        options: Those of its options in the installed version that a remedy may name, with the values they have.
+        unfused_optimizer: Class of the optimizer where torch has a fused one of it that the script does not use.
+    """
+
+    name: str
+    version: str | None = None
+    loop: str | None = None
+    arguments: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    unfused_optimizer: str | None = None
 
 
 @dataclass(slots=True)

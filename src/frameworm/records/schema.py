@@ -17,6 +17,7 @@ from frameworm.records.observations import (
     Bucket,
     Compression,
     Flops,
+    Framework,
     OtherTime,
     RankSummary,
     Roofline,
@@ -223,6 +224,7 @@ class RunRecord:
     other_time: OtherTime | None = None  # of an attached run
     workload: str | None = None  # as in the config; of the Python API: the script and the class of the model
     source: str = "engine"  # engine, or attached to somebody else's script
+    framework: Framework | None = None  # of an attached run
     verdict: str = "inconclusive"
     findings: list[Finding] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)  # by observe.targets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -124,6 +123,30 @@ def test_severity_follows_the_lower_bound(value: float, error: float, severity: 
 
 
 def test_thresholds_are_gains() -> None:
-    for name, gain in {"info": 1.02, "warning": 1.1, "critical": 1.5}.items():
-        assert expected_speedup(Estimate(SHARES[name], 0.0)).value == pytest.approx(gain)
-    assert math.isfinite(expected_speedup(Estimate(1.0, 0.0)).value)
+    assert {name: 1 / (1 - share) for name, share in SHARES.items()} == pytest.approx(
+        {"info": 1.02, "warning": 1.1, "critical": 1.5}
+    )
+    expected = expected_speedup(Estimate(SHARES["critical"], 0.0))
+    assert expected is not None
+    assert expected.value == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("share", "removable", "told"),
+    [
+        (Estimate(0.3, 0.02), 1.0, True),
+        (Estimate(0.8, 0.01), 1.0, True),  # 1.7 to 5.6 times
+        (Estimate(0.93, 0.02), 1.0, False),  # 1.8 to 33 times
+        (Estimate(0.93, 0.02), 0.5, True),
+        (Estimate(0.5, 0.19), 1.0, False),  # may be 1.07 or 8 times
+        (Estimate(0.095, 0.0), 1.0, False),  # 1.0499 at worst
+        (Estimate(0.3, 0.12), 1.0, False),
+        (Estimate(1.0, 0.0), 1.0, False),
+    ],
+)
+def test_an_estimate_that_is_too_wide_is_no_figure(share: Estimate, removable: float, told: bool) -> None:
+    expected = expected_speedup(share, removable)
+    assert (expected is not None) == told
+    if expected is not None:
+        assert expected.low >= 1.05
+        assert expected.high <= 4 * expected.low

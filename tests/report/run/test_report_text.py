@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from frameworm.records.observations import Ceiling, Framework, Roofline
 from frameworm.records.schema import (
     Batch,
     CheckpointStatistics,
@@ -19,6 +22,7 @@ from frameworm.records.schema import (
     Statistics,
     Throughput,
 )
+from frameworm.report.run.html import render_html
 from frameworm.report.run.text import bar, render_text
 
 
@@ -155,10 +159,44 @@ def test_three_remedies_at_most_and_infos_on_one_line() -> None:
     text = render_text(record)
     assert "input_bound (critical, costs 40.0%, 35.0% to 45.0%) io wait 25.0%\n" in text
     assert text.count("try: ") == 3
-    assert "            try: second\n            padding_waste" in text
+    assert "            try: second\n            expected speedup too uncertain for a figure" in text
     assert "padding 30.0%" in text
     assert "growth 1.00 MiB/s, full in 2 h 00 min" in text
     assert "also        memory_pressure (warning); compute_bound (info, takes 40.0%)" in text
+
+
+def test_a_gain_that_is_too_uncertain_is_said_in_words() -> None:
+    record = make_record()
+    record.verdict = "host_bound"
+    record.findings = [Finding("host_bound", "critical", 0.93, {"share_low": 0.8, "share_high": 0.99})]
+    text = " ".join(render_text(record).split())
+    limit = "the step is limited by how fast the host launches work, not by what the GPU computes"
+    assert f"expected speedup too uncertain for a figure: {limit}" in text
+    assert not re.search(r"speedup \d", text)
+    assert limit in render_html(record)
+
+
+def test_a_script_is_told_its_own_words_and_none_of_ours() -> None:
+    record = make_record()
+    record.verdict = "host_bound"
+    line = 'model = torch.compile(model, mode="reduce-overhead")'
+    record.findings = [Finding("host_bound", "critical", 0.6, {}, [Remedy("gpu.capture", "auto", line)])]
+    record.roofline = Roofline({"launch_gaps": 0.6}, None, [Ceiling("launch_gaps", 0.6, 2.5, ["gpu.capture"])])
+    for shown in (render_text(record), render_html(record)):
+        assert "gpu.capture" in shown
+    record.source = "attached"
+    record.framework = Framework("transformers", "9.9", "Trainer", "TrainingArguments")
+    text, page = render_text(record), render_html(record)
+    assert "gpu.capture" not in text + page
+    assert line in text
+    assert "reduce-overhead" in page
+    for shown in (text, page):
+        assert "Trainer of transformers 9.9" in shown
+        assert "at most 2.50x" in shown
+    told = record.to_dict()
+    assert told["framework"]["arguments"] == "TrainingArguments"
+    assert told["findings"][0]["remedies"] == [{"knob": "gpu.capture", "value": "auto", "text": line}]
+    assert RunRecord.from_dict(told).framework == record.framework
 
 
 def test_targets_are_graded_where_known() -> None:

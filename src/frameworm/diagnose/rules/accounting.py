@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from frameworm.config.checks import NOT_YET
 from frameworm.diagnose.rules.places import work_share
+from frameworm.diagnose.rules.wording import say
 from frameworm.records.account import StepAccount
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import RankSummary, SystemSummary
@@ -23,6 +24,22 @@ FEWEST_SAMPLES = 3
 CORRELATION = 2.0
 # A profiler's own work makes the host slower, so that its shares are not exact however many steps it saw.
 TRACE_ERROR = 0.1
+
+
+class Option(NamedTuple):
+    """Something to try.
+
+    Attributes:
+        knob: The setting; empty for a sentence that holds anywhere.
+        value: What it should become.
+        ours: The sentence for a config; empty where a config needs none.
+        key: Where the words for a script are found, if not by the knob.
+    """
+
+    knob: str
+    value: Any
+    ours: str
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,24 +140,27 @@ class Facts:
         training = 1.0 - sum(self.phases[name].value for name in ("checkpoint", "validation") if name in self.phases)
         return share.value * self.step_s.value / training if training > 0 else None
 
-    def remedies(self, *options: tuple[str, Any, str, str | None]) -> list[Remedy]:
-        """Those of the remedies that would change anything here.
-
-        Args:
-            options: Knob, value, sentence for a config, sentence for a script (None: nothing it could do).
-        """
+    def remedies(self, *options: Option) -> list[Remedy]:
+        """Those of the remedies that would change anything here, in the words of the config or of the script."""
         found = []
-        for knob, value, ours, theirs in options:
-            text = theirs if self.attached else ours
-            if text and not self._useless(knob, value):
-                found.append(Remedy(knob, value, text))
+        for option in options:
+            text = self._words(option)
+            if text and not self._useless(option.knob, option.value):
+                found.append(Remedy(option.knob, option.value, text))
         return found
+
+    def _words(self, option: Option) -> str:
+        key = option.key or option.knob
+        if not self.attached or not key:
+            return option.ours
+        record = self.record
+        return say(record.framework, key, option.value, record.strategy, int(_accumulation(record)))
 
     def _useless(self, knob: str, value: Any) -> bool:
         later = NOT_YET.get(knob)
         if later is not None and value in later.values and not self.attached:
             return True
-        return bool(knob) and self.setting(knob) == value
+        return bool(knob) and value is not None and self.setting(knob) == value
 
 
 def gather(
@@ -161,11 +181,11 @@ def gather(
     if sums is not None and sums.steps:
         measured, step_s, phases = sums.steps, sums.step_s(), sums.phases()
         metrics, counts, drift = sums.metrics(), sums.counts(), sums.drift()
-        rows = sums.samples if sums.tokens is None else sums.tokens
-        rows_per_step: float | None = rows / sums.steps if rows else None
+        rows_per_step = counts.get("rows") or sums.rows_per_step
     else:
         measured, step_s, phases = _from_record(record)
-        metrics, counts, drift, rows_per_step = {}, {}, None, known(record.batch.micro)
+        metrics, counts, drift = {}, {}, None
+        rows_per_step = known(record.batch.micro)
         rows_per_step = None if rows_per_step is None else rows_per_step * _accumulation(record)
     waits = {rank: wait for rank, account in accounts.items() if (wait := account.sums().rank_wait()) is not None}
     busy = _gpu_busy(system) if on_gpu else None

@@ -23,6 +23,8 @@ GAINS = {"critical": 1.5, "warning": 1.1, "info": 1.02}
 SHARES = {name: 1 - 1 / gain for name, gain in GAINS.items()}
 
 _MOST = 0.99  # a step never costs nothing
+# An estimate that spans more than this factor, or may be nothing, is no figure to print.
+WIDEST, LEAST_GAIN = 4.0, 1.05
 
 
 def severity_of(share: Estimate) -> str | None:
@@ -35,8 +37,8 @@ def undecided(share: Estimate) -> bool:
     return share.value > SHARES["warning"] and share.low <= SHARES["info"]
 
 
-def expected_speedup(share: Estimate, removable: float = 1.0) -> ExpectedSpeedup:
-    """Amdahl's law on a share of the step.
+def expected_speedup(share: Estimate, removable: float = 1.0) -> ExpectedSpeedup | None:
+    """Amdahl's law on a share of the step; None where that is too uncertain for a figure.
 
     Args:
         share: What the cause costs.
@@ -46,12 +48,11 @@ def expected_speedup(share: Estimate, removable: float = 1.0) -> ExpectedSpeedup
         `value` when all that is removable goes, `low` when half of the lower bound does, `high` when all of the upper
         bound does.
     """
-    return ExpectedSpeedup(
-        value=1 / (1 - min(clamp(share.value) * removable, _MOST)),
-        low=1 / (1 - min(clamp(share.low) * removable / 2, _MOST)),
-        high=1 / (1 - min(clamp(share.high) * removable, _MOST)),
-        basis="modelled",
-    )
+    low = 1 / (1 - min(clamp(share.low) * removable / 2, _MOST))
+    high = 1 / (1 - min(clamp(share.high) * removable, _MOST))
+    if low < LEAST_GAIN or high > WIDEST * low:
+        return None
+    return ExpectedSpeedup(1 / (1 - min(clamp(share.value) * removable, _MOST)), low, high, "modelled")
 
 
 def costed(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from frameworm.diagnose.rules.accounting import Facts
-from frameworm.diagnose.rules.cost import costed
+from frameworm.diagnose.rules.accounting import Facts, Option
+from frameworm.diagnose.rules.cost import costed, severity_of
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding
 
 MEMORY_UNDERUSED = 0.5
 MOSTLY = 0.5
+WORTH_SHORTER = 0.02  # of the tokens, as padding beyond the longest sample of a batch
 # A matrix product is cut into tiles of 64 rows or more: with fewer rows in a micro-batch most of each tile is empty.
 ROWS_OF_A_TILE = 64
 # What half precision takes off a computation in fp32: half the bytes, and matrix units that fp32 leaves unused.
 SAVED_FROM_FP32, SAVED_FROM_TF32 = 0.5, 0.35
+
+CAPTURE = Option("gpu.capture", "auto", "replay the step as one CUDA graph: no launches are left")
 
 _TENSOR_CORES = re.compile(
     r"\b(V100S?|T4|A\d+|L\d+S?|[HB]\d{3}|GH200|GB\d{3}|TITAN (V|RTX)|(QUADRO )?RTX( PRO)?( A)? ?\d{4})\b"
@@ -54,7 +57,13 @@ def memory_share(facts: Facts) -> float | None:
 
 
 def is_small_batch(facts: Facts) -> bool:
-    """Whether the micro-batch leaves most of the device empty although memory for more is there."""
+    """Whether the micro-batch leaves most of the device empty although memory for more is there.
+
+    A GPU that idles most of the time for want of launches is not held up by what it computes, however little that is.
+    """
+    share = host_cost(facts)
+    if share is not None and share.value > MOSTLY and severity_of(share) is not None:
+        return False
     used = memory_share(facts)
     roomy = used is not None and used < MEMORY_UNDERUSED
     return facts.on_gpu is True and roomy and facts.rows is not None and 0 < facts.rows < ROWS_OF_A_TILE
@@ -69,22 +78,20 @@ def host_bound(facts: Facts) -> Finding | None:
     if facts.trace is not None and facts.trace.kernels is not None:
         evidence["kernel_mean_s"] = facts.trace.kernels.mean_s
         evidence["tiny_kernels"] = facts.trace.kernels.tiny_count
-    options: list[tuple[str, Any, str, str | None]] = []
+    options = []
     if not facts.record.captured_steps:
-        options.append(
-            (
-                "gpu.capture",
-                "auto",
-                "replay the step as one CUDA graph: no launches are left",
-                'torch.compile(model, mode="reduce-overhead"), which replays CUDA graphs',
-            )
-        )
-    options.append(("gpu.compile_model", True, "compile the model: fewer, larger kernels", None))
+        options.append(CAPTURE)
+    compilation = facts.record.compilation
+    if compilation is None or not known(compilation.graphs):
+        options.append(Option("gpu.compile_model", True, "compile the model: fewer, larger kernels"))
+    unfused = facts.record.framework.unfused_optimizer if facts.record.framework is not None else None
+    if unfused is not None:
+        options.append(Option("gpu.fused_optimizer", True, "", f"gpu.fused_optimizer:{unfused}"))
     used, micro = memory_share(facts), known(facts.record.batch.micro)
     if micro and used is not None and used < MEMORY_UNDERUSED:
-        options.append(("training.micro_batch", int(2 * micro), "more work per launch", "a larger batch per step"))
+        options.append(Option("training.micro_batch", int(2 * micro), "more work per launch"))
     elif micro is None:
-        options.append(("training.micro_batch", None, "", "a larger batch per step, if memory is left"))
+        options.append(Option("training.micro_batch", None, ""))
     return costed("host_bound", facts, share, evidence, facts.remedies(*options))
 
 
@@ -102,15 +109,8 @@ def small_batch(facts: Facts) -> Finding | None:
         "micro_batch": micro,
         "memory_share": memory_share(facts),
     }
-    remedies = facts.remedies(
-        (
-            "training.micro_batch",
-            larger,
-            f"micro-batches of {larger} samples" if larger else "a larger micro-batch",
-            f"a batch of {larger} samples" if larger else "a larger batch",
-        ),
-        ("gpu.capture", "auto", "replay the step as one CUDA graph", None),
-    )
+    words = f"micro-batches of {larger} samples" if larger else "a larger micro-batch"
+    remedies = facts.remedies(Option("training.micro_batch", larger, words), CAPTURE)
     return costed("small_batch", facts, share, evidence, remedies)
 
 
@@ -157,14 +157,8 @@ def precision_unused(facts: Facts) -> Finding | None:
     saved = SAVED_FROM_FP32 if tf32 is False else SAVED_FROM_TF32
     evidence = _device_evidence(facts) | {"precision": facts.record.precision, "device": name, "tf32": tf32}
     remedies = facts.remedies(
-        (
-            "gpu.mixed_precision",
-            word,
-            f"compute in {word}, keep weights in fp32",
-            f'with torch.autocast("cuda", torch.{"bfloat16" if bf16 else "float16"}): around the forward pass'
-            + ("" if bf16 else ", with a GradScaler"),
-        ),
-        ("gpu.tf32", True, "TensorFloat-32 for matrix products", 'torch.set_float32_matmul_precision("high")'),
+        Option("gpu.mixed_precision", word, f"compute in {word}, keep weights in fp32"),
+        Option("gpu.tf32", True, "TensorFloat-32 for matrix products"),
     )
     # Whether the GPU computes or waits in these phases, nobody watched: then it may be the host that is slow.
     most = "info" if facts.idle is None else "critical"
@@ -177,20 +171,27 @@ def padding_waste(facts: Facts) -> Finding | None:
     if waste is None or compute is None or not 0 < waste <= 1:
         return None
     batching = facts.setting("data.batching")
+    # How much of the padding lies beyond the longest sample of its batch; not known of the engine's own loaders.
+    padding, beyond = facts.counts.get("padding_tokens"), facts.counts.get("padding_beyond_longest", 0.0)
+    beyond_share = waste * clamp(beyond / padding) if padding else None
+    like = Option("data.batching", "bucketed", "let texts of like length share a batch")
+    packed = Option("data.batching", "packed", "put texts end to end, without padding")
+    shorter = Option("data.pad_to", "longest", "pad to the longest text of the batch only")
     # On a CPU attention over packed texts pads them again: measured on the quickstart it gains nothing there.
-    packable = facts.on_gpu is True and facts.setting("workload") == "text_classifier"
-    options: list[tuple[str, Any, str, str | None]] = []
+    packable = facts.on_gpu is True and (facts.attached or facts.setting("workload") == "text_classifier")
+    options = [like] if batching in (None, "padded") else []
     if packable:
-        options.append(("data.batching", "packed", "put texts end to end, without padding", None))
-    if batching in (None, "padded"):
-        like = "let texts of like length share a batch"
-        options.append(
-            ("data.batching", "bucketed", like, "group samples of like length into batches (sort in chunks)")
-        )
-    options.append(
-        ("data.pad_to", "longest", "pad to the longest text of the batch only", "pad to the longest of each batch")
-    )
-    evidence = {"padding_share": waste, "compute_share": clamp(compute.value), "batching": batching}
+        options = [*options, packed] if facts.attached else [packed, *options]
+    if beyond_share is None:
+        options.append(shorter)
+    elif beyond_share > WORTH_SHORTER:
+        options = [shorter, *options] if beyond_share > waste / 2 else [*options, shorter]
+    evidence = {
+        "padding_share": waste,
+        "padding_beyond_longest_share": beyond_share,
+        "compute_share": clamp(compute.value),
+        "batching": batching,
+    }
     return costed("padding_waste", facts, compute.scaled(waste), evidence, facts.remedies(*options))
 
 

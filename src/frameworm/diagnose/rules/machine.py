@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frameworm.diagnose.rules.accounting import Facts, mean_of
+from frameworm.diagnose.rules.accounting import Facts, Option, mean_of
 from frameworm.diagnose.rules.cost import costed
 from frameworm.diagnose.rules.device import MEMORY_UNDERUSED, is_small_batch, memory_share
 from frameworm.records.estimate import Estimate, known
@@ -36,17 +36,11 @@ def memory_pressure(facts: Facts) -> Finding | None:
     memory = facts.record.memory
     micro = known(facts.record.batch.micro)
     half = int(micro // 2) if micro and micro >= 2 else None
-    options: list[tuple[str, Any, str, str | None]] = [
-        (
-            "memory.activation_checkpointing",
-            "selective",
-            "recompute cheap layers in backward instead of keeping them",
-            "torch.utils.checkpoint around the repeated layers",
-        )
-    ]
+    recompute = "recompute cheap layers in backward instead of keeping them"
+    options = [Option("memory.activation_checkpointing", "selective", recompute)]
     if half:
         accumulate = "accumulate twice as often: the same step in half the activations"
-        options.append(("training.micro_batch", half, accumulate, accumulate))
+        options.append(Option("training.micro_batch", half, accumulate, "training.micro_batch:smaller"))
     return _without_cost(
         "memory_pressure",
         severity,
@@ -69,9 +63,7 @@ def memory_underused(facts: Facts) -> Finding | None:
         return None
     micro = known(facts.record.batch.micro)
     wanted = int(2 * micro) if micro else None
-    remedies = facts.remedies(
-        ("training.micro_batch", wanted, "larger micro-batches, with lr to match", "a larger batch, with lr to match")
-    )
+    remedies = facts.remedies(Option("training.micro_batch", wanted, "larger micro-batches, with lr to match"))
     evidence = {"memory_share": used, "gpu_busy": facts.gpu_busy.value, "micro_batch": micro}
     return _without_cost("memory_underused", "info", evidence, remedies)
 
@@ -121,7 +113,7 @@ def _growth_finding(
         "caches in the data set, callbacks that store steps"
     )
     severity = "critical" if full_s is not None and full_s < SOON_S else "warning"
-    return _without_cost("memory_growth", severity, evidence, facts.remedies(("", None, text, text)))
+    return _without_cost("memory_growth", severity, evidence, facts.remedies(Option("", None, text)))
 
 
 def demand(facts: Facts) -> float | None:
@@ -164,13 +156,13 @@ def cpu_oversubscribed(facts: Facts) -> Finding | None:
     }
     fitting = max(1, int(cores))
     threads = f"OMP_NUM_THREADS={fitting}: as many threads per process as it has cores"
-    options: list[tuple[str, Any, str, str | None]] = []
+    options = []
     workers = facts.workers or 0
     if workers >= cores:
         fewer = max(int(cores) - 1, 0)
-        options.append(("data.num_workers", fewer, "fewer loader processes", f"DataLoader(..., num_workers={fewer})"))
+        options.append(Option("data.num_workers", fewer, "fewer loader processes"))
     if (facts.fact("torch_threads") or 0) > cores:
-        options.append(("", None, threads, threads))
+        options.append(Option("", None, threads))
     remedies = facts.remedies(*options)
     waiting = facts.phases.get("data_wait")
     if workers_crowd and waiting is not None:
@@ -207,7 +199,7 @@ def throttled(facts: Facts) -> Finding | None:
         "reasons": reasons or None,
     }
     text = "check cooling and power limit (nvidia-smi -q -d PERFORMANCE,POWER); no setting of the training helps"
-    remedies = facts.remedies(("", None, text, text))
+    remedies = facts.remedies(Option("", None, text))
     # A power limit under full load is how such cards are run; heat and slowdowns by the hardware are faults.
     most = "info" if reasons and all("power" in reason.lower() for reason in reasons) else "critical"
     if clock is None:
@@ -224,7 +216,7 @@ def _locked(facts: Facts, clock: Estimate | None) -> Finding | None:
     lock = "the clock is set low by hand: nvidia-smi -rgc and -rac take locks and application clocks away"
     evidence = {"throttled_share": 0.0, "clock_share": clock.value, "gpu_busy": facts.gpu_busy.value}
     lost = Estimate(1.0 - clock.value, clock.error, clock.freedom)
-    return costed("throttled", facts, lost, evidence, facts.remedies(("", None, lock, lock)))
+    return costed("throttled", facts, lost, evidence, facts.remedies(Option("", None, lock)))
 
 
 def _without_cost(code: str, severity: str, evidence: dict[str, Any], remedies: list[Remedy]) -> Finding:

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from frameworm.diagnose.rules.accounting import CORRELATION, Facts
+from frameworm.diagnose.rules.accounting import CORRELATION, Facts, Option
 from frameworm.diagnose.rules.cost import costed
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import Compression, RankSummary
@@ -41,36 +41,27 @@ def communication_bound(facts: Facts) -> Finding | None:
     options = _fewer_bytes(communication.compression) if compressible else []
     whole = known(facts.record.batch.global_)
     if whole:
-        options.append(
-            (
-                "training.global_batch",
-                int(2 * whole),
-                "twice the work per synchronisation, with lr to match",
-                "accumulate over two batches, with no_sync() in all but the last",
-            )
-        )
+        twice = "twice the work per synchronisation, with lr to match"
+        options.append(Option("training.global_batch", int(2 * whole), twice))
     if sent and 0 < len(communication.buckets or []) < BUCKETS_TO_OVERLAP:
         size = max(round(sent / 2**20 / (2 * BUCKETS_TO_OVERLAP), 1), SMALLEST_BUCKET_MB)
         if size * 2**20 < sent:
             smaller = "smaller buckets, so that sending begins earlier in backward"
-            options.append(
-                ("parallel.bucket_cap_mb", size, smaller, f"DistributedDataParallel(..., bucket_cap_mb={size})")
-            )
+            options.append(Option("parallel.bucket_cap_mb", size, smaller))
     return costed("communication_bound", facts, share, evidence, facts.remedies(*options))
 
 
-def _fewer_bytes(now: Compression | None) -> list[tuple[str, Any, str, str | None]]:
+def _fewer_bytes(now: Compression | None) -> list[Option]:
     """What would send less than is sent now."""
     if now is None:
-        hook = "register_comm_hook(None, bf16_compress_hook), from torch.distributed.algorithms.ddp_comm_hooks"
         text = "compressed gradients, by the method that is fastest between these ranks"
-        return [("parallel.compression", "auto", text, f"ddp_model.{hook}")]
+        return [Option("parallel.compression", "auto", text)]
     if now.method in APPROXIMATE:
         return []
     if now.chosen_by == "auto":
         text = "methods that send next to nothing may race too; they need more steps to learn the same"
-        return [("parallel.allow_approximate", True, text, None)]
-    return [("parallel.compression", "auto", "the method that is fastest between these ranks", None)]
+        return [Option("parallel.allow_approximate", True, text)]
+    return [Option("parallel.compression", "auto", "the method that is fastest between these ranks")]
 
 
 def straggler(facts: Facts) -> Finding | None:
@@ -91,7 +82,7 @@ def straggler(facts: Facts) -> Finding | None:
     text = "look at that rank's machine: other work on it, its clocks, its disk, its share of the data"
     # Ranks that wait for each other in turn are the jitter of machines; there is nobody to name.
     most = "info" if slowest is None else "critical"
-    return costed("straggler", facts, share, evidence, facts.remedies(("", None, text, text)), most=most)
+    return costed("straggler", facts, share, evidence, facts.remedies(Option("", None, text)), most=most)
 
 
 def negative_scaling(facts: Facts) -> Finding | None:
@@ -114,12 +105,13 @@ def negative_scaling(facts: Facts) -> Finding | None:
         "micro_batch": facts.record.batch.micro,
     }
     whole = known(facts.record.batch.global_)
-    options: list[tuple[str, Any, str, str | None]] = []
+    options = []
     if whole:
         grown = int(whole * facts.world_size)
-        options.append(("training.global_batch", grown, "a batch that grows with the ranks, with lr to match", None))
+        larger = "a batch that grows with the ranks, with lr to match"
+        options.append(Option("training.global_batch", grown, larger, "training.global_batch:grown"))
     fewer = f"train on fewer ranks ({baseline.batch.world_size}): that was faster"
-    options.append(("", None, fewer, fewer))
+    options.append(Option("", None, fewer))
     return costed("negative_scaling", facts, Estimate(1 - speedup, error), evidence, facts.remedies(*options))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from frameworm.diagnose.rules.accounting import Facts, mean_of
+from frameworm.diagnose.rules.accounting import Facts, Option, mean_of
 from frameworm.diagnose.rules.cost import SHARES, costed
 from frameworm.diagnose.rules.device import sync_cost
 from frameworm.diagnose.rules.machine import all_busy, crowded_by_workers
@@ -46,24 +45,17 @@ def _input_remedies(facts: Facts, share: Estimate, io_wait: Estimate | None) -> 
     wanted = workers_wanted(facts, share)
     if io_wait is not None and io_wait.low > IO_WAIT:
         disk = "reading waits for the disk: keep the data set on a faster disk or in memory"
-        found += facts.remedies(("", None, disk, disk))
+        found += facts.remedies(Option("", None, disk))
     if all_busy(facts, MOST_OF_THE_CORES) is not None and facts.on_gpu is False:
         cheaper = "all cores are busy: prepare samples once and store them, more loader processes would only compete"
-        found += facts.remedies(("", None, cheaper, cheaper))
+        found += facts.remedies(Option("", None, cheaper))
     elif wanted is not None:
-        found += facts.remedies(
-            (
-                "data.num_workers",
-                wanted,
-                f"let {wanted} loader processes prepare batches",
-                f"DataLoader(..., num_workers={wanted}, persistent_workers=True)",
-            )
-        )
+        found += facts.remedies(Option("data.num_workers", wanted, f"let {wanted} loader processes prepare batches"))
     else:
         cheaper = "make a sample cheaper: do once before training what the data set does on every access"
-        found += facts.remedies(("", None, cheaper, cheaper))
+        found += facts.remedies(Option("", None, cheaper))
     if facts.on_gpu and facts.setting("data.batching") == "packed":
-        found += facts.remedies(("data.resident", True, "keep the training set on the GPU", None))
+        found += facts.remedies(Option("data.resident", True, "keep the training set on the GPU"))
     return found
 
 
@@ -99,17 +91,9 @@ def transfer_bound(facts: Facts) -> Finding | None:
         "pin_memory": facts.setting("data.pin_memory"),
         "pageable_copies": pageable,
     }
-    options: list[tuple[str, Any, str, str | None]] = [
-        (
-            "data.pin_memory",
-            True,
-            "page-locked batches, which are copied beside computing",
-            "DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True), or wrap the loader in "
-            "frameworm's CudaDataLoader",
-        )
-    ]
+    options = [Option("data.pin_memory", True, "page-locked batches, which are copied beside computing")]
     if facts.setting("data.batching") == "packed":
-        options.append(("data.resident", True, "keep the training set on the GPU: nothing is left to copy", None))
+        options.append(Option("data.resident", True, "keep the training set on the GPU: nothing is left to copy"))
     return costed("transfer_bound", facts, share, evidence, facts.remedies(*options))
 
 
@@ -138,7 +122,8 @@ def sync_stall(facts: Facts) -> Finding | None:
     text = (
         "ask for no values (.item(), .cpu(), print of a tensor) in each step: add losses up on the device, read rarely"
     )
-    return costed("sync_stall", facts, share, evidence, facts.remedies(("", None, text, text)))
+    remedies = facts.remedies(Option("", None, "", "loss_filter"), Option("", None, text))
+    return costed("sync_stall", facts, share, evidence, remedies)
 
 
 def checkpoint_stall(facts: Facts) -> Finding | None:
@@ -159,14 +144,12 @@ def checkpoint_stall(facts: Facts) -> Finding | None:
         "every_steps": facts.setting("checkpoint.every_steps"),
         "mode": facts.setting("checkpoint.mode"),
     }
-    options: list[tuple[str, Any, str, str | None]] = [
-        ("checkpoint.mode", "async", "write beside training", "save a copy of the state from a process of its own")
-    ]
+    options = [Option("checkpoint.mode", "async", "write beside training")]
     if every:
         rarer = _round_up(every * clamp(share.value) / SHARES["info"])
-        options.append(("checkpoint.every_steps", rarer, f"save every {rarer} steps", None))
+        options.append(Option("checkpoint.every_steps", rarer, f"save every {rarer} steps"))
     else:
-        options.append(("checkpoint.every_steps", None, "", "save more rarely"))
+        options.append(Option("checkpoint.every_steps", None, ""))
     return costed("checkpoint_stall", facts, share, evidence, facts.remedies(*options))
 
 
@@ -189,9 +172,9 @@ def logging_stall(facts: Facts) -> Finding | None:
             return None
     sinks = facts.setting("observe.sinks")
     ours = "callbacks run between steps: let them do their work every 50 steps or so"
-    options: list[tuple[str, Any, str, str | None]] = [("", None, ours, None)]
+    options = [Option("", None, ours)]
     if sinks and sinks != ["jsonl"]:
-        options.insert(0, ("observe.sinks", ["jsonl"], "leave out sinks that are slow", None))
+        options.insert(0, Option("observe.sinks", ["jsonl"], "leave out sinks that are slow"))
     evidence = {name: facts.seconds(share), "sinks": sinks}
     return costed("logging_stall", facts, share, evidence, facts.remedies(*options))
 
@@ -212,13 +195,11 @@ def _work_of_a_script(facts: Facts, printed: Estimate | None) -> Finding | None:
         "work": first.work if first is not None else None,
         "other_places": [place_text(place) for place in places[1:MOST_PLACES]] or None,
     }
+    option = Option("", None, "", "logging")
     if sampled and first is not None and first.work != WRITING:
-        text = f"do what {place_text(first)} does every 50 steps or so instead of in each, or in another thread"
-    else:
-        text = "write output every 50 steps or so instead of in each"
-    return costed(
-        "logging_stall", facts, work if sampled else printed, evidence, facts.remedies(("", None, text, text))
-    )
+        where = place_text(first)
+        option = Option("", None, f"do what {where} does every 50 steps or so instead of in each, or in another thread")
+    return costed("logging_stall", facts, work if sampled else printed, evidence, facts.remedies(option))
 
 
 def recompilation(facts: Facts) -> Finding | None:
@@ -241,14 +222,14 @@ def recompilation(facts: Facts) -> Finding | None:
         "wall_s": wall_s,
         "reason": reasons[0] if reasons else None,
     }
-    options: list[tuple[str, Any, str, str | None]] = []
+    options = []
     if not reasons or any("size" in reason or "stride" in reason or "shape" in reason for reason in reasons):
         options += [
-            ("data.pad_to", "max", "pad every batch to the same length", "pad batches to a few fixed lengths"),
-            ("data.drop_last", True, "leave out the short last step", "DataLoader(..., drop_last=True)"),
+            Option("data.pad_to", "max", "pad every batch to the same length"),
+            Option("data.drop_last", True, "leave out the short last step"),
         ]
     else:
         constant = "keep constant from step to step what the reason names, or make it a tensor"
-        options.append(("", None, constant, constant))
-    options.append(("gpu.compile_model", False, "do not compile", "do not compile"))
+        options.append(Option("", None, constant))
+    options.append(Option("gpu.compile_model", False, "do not compile"))
     return costed("recompilation", facts, share, evidence, facts.remedies(*options))

@@ -138,8 +138,16 @@ def batch_text(batch: Batch) -> str:
 
 def title_parts(record: RunRecord) -> list[str]:
     """Name, status and how the run trained, without what is unknown."""
-    parts = (record.name, record.status, record.device, record.strategy, record.precision)
+    parts = (record.name, record.status, record.device, record.strategy, record.precision, _framework(record))
     return [plain(part) for part in parts if part]
+
+
+def _framework(record: RunRecord) -> str | None:
+    """The library whose loop a script runs, with the class; None for a loop of the script's own."""
+    found = record.framework
+    if found is None or found.loop is None:
+        return None
+    return f"{found.loop} of {found.name}{f' {found.version}' if found.version else ''}"
 
 
 def phase_rows(record: RunRecord) -> list[PhaseRow]:
@@ -197,10 +205,14 @@ def roofline_rows(record: RunRecord) -> list[tuple[str, float]]:
 
 
 def ceiling_rows(record: RunRecord) -> list[str]:
-    """What each part of the step can gain at most, with the settings that work on it; small ones are left out."""
+    """What each part of the step can gain at most, with the settings that work on it; small ones are left out.
+
+    A script that is watched has no such settings.
+    """
+    own = record.source == "engine"
     return [
         f"{item.part.replace('_', ' ')} {share(item.share)}: at most {item.speedup:.2f}x"
-        + (f" ({', '.join(item.knobs)})" if item.knobs else "")
+        + (f" ({', '.join(item.knobs)})" if own and item.knobs else "")
         for item in ([] if record.roofline is None else record.roofline.ceilings)
         if item.share >= _WORTH_A_PLACE
     ]
@@ -274,23 +286,31 @@ def target_value(target: Target) -> str:
 
 
 def finding_rows(record: RunRecord) -> list[FindingRow]:
-    """The findings in words."""
-    return [_finding_row(finding) for finding in record.findings]
+    """The findings in words; settings of a config are named only where there is one."""
+    own = record.source == "engine"
+    return [_finding_row(finding, own) for finding in record.findings]
 
 
-def _finding_row(finding: Finding) -> FindingRow:
-    expected = ""
-    if finding.expected_speedup is not None:
-        speedup = finding.expected_speedup
-        expected = f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}, {plain(speedup.basis)})"
+def _finding_row(finding: Finding, own: bool) -> FindingRow:
     return FindingRow(
         plain(finding.code),
         plain(finding.severity),
         _share_text(finding),
         evidence_text(finding.evidence),
-        tuple(_remedy_text(remedy) for remedy in finding.remedies),
-        expected,
+        tuple(_remedy_text(remedy, own) for remedy in finding.remedies),
+        _expected_text(finding),
     )
+
+
+def _expected_text(finding: Finding) -> str:
+    """What removing the cause should gain; in words where the share is too uncertain for a figure."""
+    speedup = finding.expected_speedup
+    if speedup is not None:
+        return f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}, {plain(speedup.basis)})"
+    if finding.share is None or finding.severity == "info":
+        return ""
+    limit = _LIMITS.get(finding.code)
+    return "too uncertain for a figure" + (f": {limit}" if limit else "")
 
 
 def _share_text(finding: Finding) -> str:
@@ -301,10 +321,10 @@ def _share_text(finding: Finding) -> str:
     return f"{share(finding.share)}, {share(low)} to {share(high)}"
 
 
-def _remedy_text(remedy: Remedy) -> str:
-    """What to do, and the setting that does it where there is one."""
+def _remedy_text(remedy: Remedy, own: bool) -> str:
+    """What to do, and the setting of the config that does it where there is one."""
     text = plain(remedy.text)
-    return f"{text} ({plain(remedy.knob)}: {plain(remedy.value)})" if remedy.knob else text
+    return f"{text} ({plain(remedy.knob)}: {plain(remedy.value)})" if own and remedy.knob else text
 
 
 def evidence_text(evidence: dict[str, Any]) -> str:
@@ -321,6 +341,25 @@ def _evidence(name: str, value: Any) -> str:
             return f"{name.replace('_', ' ')} {share(value)}"
     return f"{name.replace('_', ' ')} {cell(value)}"
 
+
+# What the speed of a step is limited by, for findings without a figure.
+_LIMITS = {
+    "input_bound": "the step is limited by how fast batches come",
+    "transfer_bound": "the step is limited by copies to the device",
+    "host_bound": "the step is limited by how fast the host launches work, not by what the GPU computes",
+    "communication_bound": "the step is limited by the network between the ranks",
+    "straggler": "the step is limited by the slowest rank",
+    "sync_stall": "the step is limited by the host's waits for the device",
+    "checkpoint_stall": "training stands still while it is saved",
+    "logging_stall": "the step is limited by work that is no training",
+    "small_batch": "the step is limited by kernels that are nearly empty",
+    "precision_unused": "the step is limited by arithmetic in fp32",
+    "padding_waste": "the step is limited by arithmetic on padding",
+    "recompilation": "the run is limited by compilation",
+    "negative_scaling": "the ranks are slower together than fewer were",
+    "throttled": "the step is limited by the GPU's clock",
+    "cpu_oversubscribed": "the step is limited by the cores",
+}
 
 # Rates first: "_s" alone ends their names too.
 _UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
