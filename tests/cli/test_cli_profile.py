@@ -261,6 +261,7 @@ def test_examples_give_the_same_results(
     assert summary["unseen"] == []
     assert {"data_wait", "forward", "backward", "optimizer"} <= set(summary["phases"])
     assert ("validation" in summary["phases"]) == (name in ("plain_loop", "lightning_example", "trainer_example"))
+    assert summary["framework"]["name"] == package
     assert summary["checkpoint"]["count"] == checkpoints
     assert ("checkpoint" in summary["phases"]) == (checkpoints > 0)
 

@@ -116,6 +116,7 @@ class Observer(ABC):
     def _attach(self) -> None:
         """The script has imported torch: begin to watch. Nothing that fails here may reach the script."""
         try:
+            from frameworm.attach.framework import Loops
             from frameworm.attach.hooks import install
             from frameworm.attach.libraries import watch_libraries
             from frameworm.attach.watch import Watch
@@ -123,7 +124,9 @@ class Observer(ABC):
             self.folder()
             self._watch = Watch(self._write, self._steps, self._nvtx, self._after_step)
             self._patches = install(self._watch)
+            self._watch.loops = Loops(self._script)
             self._later = watch_libraries(self._patches, self._watch)
+            self._later += self._watch.loops.watch(self._patches, self._watch.notes.append)
         except Exception as error:
             self._give_up(error)
 

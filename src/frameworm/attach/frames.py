@@ -41,6 +41,7 @@ _WRITES = {
 _WAITS = {"sleep", "acquire", "poll", "select", "recv", "input", "wait", "waitpid", "sigwait"}
 _CALL = re.compile(r"([A-Za-z_]\w*)\s*\(")
 
+_PACKAGES = ("/site-packages/", "/dist-packages/")
 _OWN, _OURS, _PLAIN = "own", "ours", "plain"
 
 
@@ -101,6 +102,23 @@ class FrameReader:
         extent = self._extent(code, instruction) if work is None else None
         return Spot(code.co_filename, line, code.co_name, work, extent)
 
+    def library_around(self, frame: FrameType | None) -> str | None:
+        """Package of the outermost frame that lies inside of the script's own code; None when that calls torch itself.
+
+        Whatever wraps an optimizer's step in a step of its own does not count.
+        """
+        found = None
+        while frame is not None:
+            code = frame.f_code
+            if (self._kinds.get(code.co_filename) or self._learn(code.co_filename)) == _OWN:
+                break
+            path = code.co_filename.replace(os.sep, "/")
+            package = next((path.rpartition(name)[2] for name in _PACKAGES if name in path), "").partition("/")[0]
+            if package not in ("", "torch") and code.co_name != "step":
+                found = package.removesuffix(".py")
+            frame = frame.f_back
+        return found
+
     def _learn(self, file: str) -> str:
         kind = self._kinds[file] = self._kind(file)
         return kind
@@ -120,7 +138,7 @@ class FrameReader:
     def _name_in_library(self, file: str) -> str | None:
         """Path of a file within the folder that holds packages; None when it is in none."""
         path = file.replace(os.sep, "/")
-        for folder in ("/site-packages/", "/dist-packages/"):
+        for folder in _PACKAGES:
             if folder in path:
                 return path.rpartition(folder)[2]
         roots = {*self._standard}

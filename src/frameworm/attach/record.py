@@ -13,7 +13,7 @@ from typing import Any
 
 from frameworm.errors import FramewormError, RunFolderError
 from frameworm.records.atomic import write_atomic
-from frameworm.records.observations import OtherTime, RankSummary, SystemSummary
+from frameworm.records.observations import Framework, OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
 from frameworm.records.schema import (
     Batch,
@@ -151,11 +151,14 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
         compilation=around.compilation,
         other_time=around.other_time,
         source="attached",
+        framework=_framework(facts),
+        padding_waste=first.aggregate.padding_waste(),
         notes=list(around.notes),
         run_dir=str(folder.path),
     )
     samples = sum(rank.aggregate.measured_samples for rank in ranks.values())
-    record.throughput = first.aggregate.throughput(world_samples=samples)
+    tokens = sum(rank.aggregate.measured_tokens or 0 for rank in ranks.values())
+    record.throughput = first.aggregate.throughput(world_samples=samples, world_tokens=tokens)
     if not samples:
         record.throughput.samples_per_s = None
     record.phases = first.aggregate.phases()
@@ -173,6 +176,11 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
     if ranks and absent:
         record.notes.append(f"no steps of rank {', '.join(absent)} are in the folder")
     return record, first.aggregate.series()
+
+
+def _framework(facts: Mapping[str, Any]) -> Framework | None:
+    found = facts.get("framework")
+    return None if found is None else read_record(Framework, found)
 
 
 def _checkpoints(rank: _Rank) -> CheckpointStatistics:

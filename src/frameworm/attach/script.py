@@ -164,7 +164,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # gone already where another finder waits for the same module
             execute(module)
             self.disarm()
             self._action()

@@ -8,7 +8,7 @@ only afterwards: the place is remembered and the row of stretches cut there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from frameworm.attach.timeline import Stretches, Timeline
@@ -90,7 +90,7 @@ class StepFinder:
         self._fetch: _Place | None = None
         self._batch: int | None = None  # since where nothing but fetching has happened
         self._fetches = 0
-        self._samples = 0.0  # fetched and not used yet
+        self._unused: dict[str, float] = {}  # counts of what was fetched and not used yet
         self.fetches_seen = False
         self._source = self._trained_source = 0
         self._inferred = False  # a stretch is still called inference
@@ -98,7 +98,11 @@ class StepFinder:
         self._optimizer_at = _Place(0, {}, False)
         self._forwards_before = 0
         self._evaluations = 0  # of the closure that an optimizer was given
-        self._before = {"samples": 0.0, "batches": 0.0}  # what the optimizers so far have used in this step
+        self._before = {
+            "samples": 0.0,
+            "rows": 0.0,
+            "batches": 0.0,
+        }  # what the optimizers so far have used in this step
         self._batch_counted = False  # since the last backward pass
 
     @property
@@ -110,11 +114,11 @@ class StepFinder:
         """Count something in the step that is going on."""
         self.tally[name] = self.tally.get(name, 0.0) + amount
 
-    def open(self, phase: str, samples: int | None = None, *, starts: bool = False) -> bool:
+    def open(self, phase: str, counts: Mapping[str, float] | None = None, *, starts: bool = False) -> bool:
         """Something begins; False when it is part of what goes on already, and must not be closed.
 
         Args:
-            samples: Size of the batch a model is called with, for loops whose fetches cannot be seen.
+            counts: Of the batch a model is called with, for loops whose fetches cannot be seen.
             starts: The first step may begin with it, whatever it is.
         """
         stack, timeline = self.phases, self.timeline
@@ -137,7 +141,7 @@ class StepFinder:
         elif phase == DATA_WAIT:
             self._before_fetch()
         elif phase in (FORWARD, BACKWARD):
-            self._before_training(phase, samples)
+            self._before_training(phase, counts or {})
         elif phase in (INFERENCE, VALIDATION):
             if self._batch is None:
                 self._batch = timeline.position
@@ -159,14 +163,16 @@ class StepFinder:
             self._was_validation()
         return phase
 
-    def fetched(self, samples: int | None, source: int) -> None:
+    def fetched(self, counts: Mapping[str, float], source: int) -> None:
         """The fetch that was just closed has given a batch.
 
         Args:
+            counts: Of the batch: its samples and the like, counted in the step that trains on it.
             source: Number of the pass over a loader it comes from.
         """
         self._source = source
-        self._samples += samples or 0
+        for name, amount in counts.items():
+            self._unused[name] = self._unused.get(name, 0.0) + amount
         self.add("fetches", 1)
         self.fetches_seen = True
         if not self._stepped or self._fetch is None or (self._place is not None and self._place.by_fetch):
@@ -254,7 +260,7 @@ class StepFinder:
         if self._place is None or not self._place.by_fetch:
             self._fetch = _Place(self.timeline.position, dict(self.tally), True)
 
-    def _before_training(self, phase: str, samples: int | None) -> None:
+    def _before_training(self, phase: str, counts: Mapping[str, float]) -> None:
         if self._inferred:
             self.timeline.rename(INFERENCE, FORWARD)
             self._inferred = False
@@ -268,14 +274,16 @@ class StepFinder:
             self.epoch += self._trained_source > 0
             self._trained_source = self._source
         self.extra["epoch"] = self.epoch
-        if self._samples:
-            self.add("samples", self._samples)
-            self._samples = 0.0
+        if self._unused:
+            for name, amount in self._unused.items():
+                self.add(name, amount)
+            self._unused = {}
         elif not self.fetches_seen and phase == FORWARD and not self._batch_counted and self._evaluations <= 1:
             # Models called one after another, up to a backward pass, share a batch.
             self._batch_counted = True
             self.add("batches", 1)
-            self.add("samples", samples or 0)
+            for name, amount in counts.items():
+                self.add(name, amount)
         if phase == FORWARD:
             self._forwards += 1
         else:
@@ -285,7 +293,7 @@ class StepFinder:
 
     def _was_validation(self) -> None:
         """Everything since the fetch belonged to a validation, which is part of the step before it."""
-        self._samples = 0.0
+        self._unused = {}
         self._place = None
         self._inferred = False
         if not self._trained and not self._stepped:

@@ -5,7 +5,9 @@ Nothing in here may reach the script: an error ends the observation with a note,
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 
+from frameworm.attach.framework import Loops, strategy_of
+from frameworm.attach.padding import rows_of, tokens_of
 from frameworm.attach.samples import Looks
 from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.attach.timeline import OWN, START, Stretches
@@ -32,6 +36,13 @@ STEPS_HELD_BACK = 1
 PASS_ON_EVERY_S = 0.02
 CURIOUS_STEPS = 3
 METRICS = ("sync_s", "syncs", "logging_s", "pageable_s")
+COUNTS = (
+    *("fetches", "batches", "backwards", "optimizer_steps", "checkpoints"),
+    *("rows", "padding_tokens", "padding_beyond_longest"),
+)
+# Batches are read for padding in the first steps, and then in one of so many: two of them by number, since the first
+# batch of a step is fetched before the step before it is over.
+READ_FIRST, READ_EVERY = 32, 16
 _DEEPEST = 4
 MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
 # Whether a model called in a phase is one of its own there.
@@ -53,6 +64,7 @@ class Watch:
         facts: What was learned beside the steps.
         notes: What went wrong, or was limited.
         looks: Who looks at what the script does in no phase.
+        loops: Who knows the loops of libraries.
     """
 
     def __init__(
@@ -70,6 +82,9 @@ class Watch:
         self.steps = 0
         self.left_out: set[int] = set()
         self.looks: Looks | None = None
+        self.loops: Loops | None = None
+        self._updates = 0
+        self._reads_tokens = True
         self._write = write
         self._most_steps = most_steps
         self._ranges: LiveRanges | None = None
@@ -118,12 +133,12 @@ class Watch:
         self.stop()
         self.notes.append(f"observation ended after {self.steps} steps: {type(error).__name__}: {error}")
 
-    def enter(self, phase: str, samples: int | None = None, *, starts: bool = False) -> bool:
+    def enter(self, phase: str, counts: Mapping[str, float] | None = None, *, starts: bool = False) -> bool:
         """A phase begins; False when it is not one of its own, and `leave` must not be called."""
         if not self.active or threading.get_ident() != self._thread:
             return False
         try:
-            if not self._finder.open(phase, samples, starts=starts):
+            if not self._finder.open(phase, counts, starts=starts):
                 return False
             self.busy = not _RUNS_MODELS[self._finder.phase]
             if self._ranges is not None and self.active:
@@ -163,11 +178,11 @@ class Watch:
                     self._last_trained = weakref.ref(module)
             else:
                 phase = VALIDATION if not training and module in self._trained else INFERENCE
-            samples = None if self._finder.fetches_seen else leading_size((*args, *kwargs.values()))
+            counts = None if self._finder.fetches_seen else sizes_of((*args, *kwargs.values()))
         except Exception as error:
             self.fail(error)
             return False
-        return self.enter(phase, samples)
+        return self.enter(phase, counts)
 
     def passes_over(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over a loader begins, which ends the phase; persistent workers are not started again."""
@@ -202,9 +217,31 @@ class Watch:
         if not self.active:
             return
         try:
-            self._finder.fetched(leading_size(batch), self._passes.get(iterator, 0))
+            counts = {**sizes_of(batch), "used_batches": 1.0}
+            if self._reads_tokens and (self.steps < READ_FIRST or self.steps % READ_EVERY < 2):
+                counts.update(self._read_tokens(batch))
+            self._finder.fetched(counts, self._passes.get(iterator, 0))
         except Exception as error:
             self.fail(error)
+
+    def _read_tokens(self, batch: Any) -> dict[str, float]:
+        """What is padding in a batch, if that can be told; the time it takes belongs to no step."""
+        try:
+            found = tokens_of(batch)
+        except Exception as error:
+            self._reads_tokens = False
+            self.notes.append(f"padding is not measured: {type(error).__name__}: {error}")
+            found = None
+        if self._finder.begun:
+            self.skip_time()
+        if found is None:
+            return {}
+        return {
+            "read_batches": 1.0,
+            "positions": float(found.positions),
+            "padding_tokens": float(found.padding),
+            "padding_beyond_longest": float(found.beyond_longest),
+        }
 
     def optimizer_begins(self) -> None:
         """An optimizer begins its step; called within the phase."""
@@ -226,6 +263,9 @@ class Watch:
             return
         try:
             self._look_at(optimizer)
+            self._updates += 1
+            if self.loops is not None and self._updates & (self._updates - 1) == 0:
+                self._recognise(self.loops, optimizer)
             if self._ranges is not None:
                 self._ranges.stepped()
             self._finder.optimizer_stepped(id(optimizer))
@@ -292,6 +332,18 @@ class Watch:
     def _close_ranges(self) -> None:
         if self._ranges is not None:
             self._ranges.close()
+
+    def _recognise(self, loops: Loops, optimizer: Any) -> None:
+        """Find out whose loop this is; asked after 1, 2, 4, 8 ... updates, so that the one that trains most counts."""
+        try:
+            self.facts["framework"] = dataclasses.asdict(loops.framework(sys._getframe(), optimizer))
+            trained = self._last_trained()
+            strategy = None if trained is None else strategy_of(trained)
+            if strategy is not None:
+                self.facts["strategy"] = strategy
+        except Exception as error:
+            self.loops = None
+            self.notes.append(f"the framework is not known: {type(error).__name__}: {error}")
 
     def _look_at(self, optimizer: Any) -> None:
         """Count the parameters of the optimizers that take turns; one that never steps again trains something else."""
@@ -374,9 +426,11 @@ class Watch:
             # Several losses of one batch, or several batches: nobody can tell.
             samples, tally = 0, {**tally, "batches": 1}
         metrics = {name: tally[name] for name in METRICS if name in tally}
-        for name in ("fetches", "batches", "backwards", "optimizer_steps", "checkpoints"):
+        for name in COUNTS:
             if name in tally:
                 metrics[name] = tally[name]
+        # Of a step all of whose batches were read.
+        positions = tally.get("positions") if tally.get("read_batches") == tally.get("used_batches") else None
         return StepRecord(
             step=number,
             epoch=int(extra.get("epoch", 1)),
@@ -386,10 +440,18 @@ class Watch:
             lr=extra.get("lr"),
             samples=samples,
             count=float(samples),
+            tokens=None if positions is None else int(positions - tally.get("padding_tokens", 0.0)),
+            padded_tokens=None if positions is None else int(positions),
             phases=phases,
             communication_s=None if seen_s is None and total_s is None else (seen_s or 0.0) + (total_s or 0.0),
             metrics=metrics,
         )
+
+
+def sizes_of(batch: Any) -> dict[str, float]:
+    """Samples and rows of a batch, as far as its shapes tell."""
+    sizes = {"samples": leading_size(batch), "rows": rows_of(batch)}
+    return {name: float(size) for name, size in sizes.items() if size is not None}
 
 
 def leading_size(batch: Any, depth: int = 0) -> int | None:

@@ -1,0 +1,151 @@
+"""How much of a batch is padding, by the masks and labels in it; only of batches in the memory of the host.
+
+What pads is told by the data, not by names alone: a mask hides positions at the ends of rows that all hold the same id.
+`attention_mask` is the exception, whose meaning every library shares. Labels of -100 hide prompts and unmasked words
+too, so of them only runs at the ends of rows over one and the same id count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+IGNORED = -100
+MOST_VALUES = 2**20  # of a tensor; reading more takes milliseconds
+MOST_TENSORS = 32
+_DEEPEST = 4
+_READ = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+}
+_SHARED_NAME = "attention_mask"
+
+_Array = NDArray[Any]
+
+
+class Tokens(NamedTuple):
+    """Positions of a batch, those that pad it, and those of them beyond its longest sample."""
+
+    positions: int
+    padding: int
+    beyond_longest: int
+
+
+def tokens_of(batch: Any) -> Tokens | None:
+    """What is padding in a batch; None where nothing in it tells."""
+    tensors = dict(_named_tensors(batch, "", 0))
+    tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}
+    masks = {name: table for name, table in tables.items() if _is_mask(name, table)}
+    shared = [
+        table == 0
+        for name, table in masks.items()
+        if name.lower().endswith(_SHARED_NAME)
+        and any(item.shape[:2] == table.shape for other, item in tensors.items() if other != name)
+    ]
+    if shared:
+        return _sum_up(shared)
+    ids = [table for name, table in tables.items() if table.dtype.kind in "iu" and name not in masks]
+    for name, mask in masks.items():
+        for words in (table for table in ids if table.shape == mask.shape):
+            pads = _pads_by_mask(mask, words, named="mask" in name.lower())
+            if pads is not None:
+                return _sum_up([pads])
+    for labels in ids:
+        ignored = labels == IGNORED
+        for words in (table for table in ids if table is not labels and table.shape == labels.shape):
+            if ignored.any():
+                return _sum_up([_pads_by_labels(ignored, words)])
+    return None
+
+
+def rows_of(batch: Any) -> int | None:
+    """Rows that matrix products over a batch have at least: its tokens, or vectors, or samples."""
+    found = [rows for _, item in _named_tensors(batch, "", 0) if (rows := _rows(item)) is not None]
+    return max(found, default=None)
+
+
+def _is_readable(item: torch.Tensor) -> bool:
+    """Whether a tensor is a small table in the memory of the host, of a kind that may be ids, labels or a mask."""
+    plain = type(item) is torch.Tensor and item.is_cpu and item.layout is torch.strided and not item.requires_grad
+    return plain and item.dtype in _READ and item.dim() == 2 and 0 < item.numel() <= MOST_VALUES
+
+
+def _rows(item: torch.Tensor) -> int | None:
+    if not item.dim():
+        return None
+    vectors = item.is_floating_point() and item.dim() > 1
+    rows = 1
+    for size in item.shape[:-1] if vectors else item.shape:
+        if type(size) is not int:  # what traces or exports a model must not learn a size from us
+            return None
+        rows *= size
+    return rows
+
+
+def _named_tensors(batch: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(batch, torch.Tensor):
+        yield name, batch
+    elif depth < _DEEPEST:
+        for key, item in _members(batch):
+            yield from _named_tensors(item, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+def _members(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Mapping):
+        return list(islice(batch.items(), MOST_TENSORS))
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(zip(batch._fields, batch))
+    if isinstance(batch, (tuple, list)):
+        return list(enumerate(batch[:MOST_TENSORS]))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(field.name, getattr(batch, field.name, None)) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _is_mask(name: str, table: _Array) -> bool:
+    if table.dtype.kind == "b":
+        return True
+    if table.dtype.kind not in "iu" and "mask" not in name.lower():
+        return False
+    return bool(((table == 0) | (table == 1)).all())
+
+
+def _pads_by_mask(mask: _Array, words: _Array, *, named: bool) -> _Array | None:
+    """Where a mask says that a batch is padded, whichever of its values means that; None when it does not tell."""
+    sides = [mask == 0, mask != 0]
+    if not (sides[0].any() and sides[1].any()):  # all of it is real, if it is such a mask at all
+        return np.zeros(mask.shape, bool) if named else None
+    pads = [side for side in sides if _at_an_end(side) and np.ptp(words[side]) == 0]
+    return pads[0] if len(pads) == 1 else None
+
+
+def _at_an_end(side: _Array) -> bool:
+    return bool((side[:, 1:] >= side[:, :-1]).all() or (side[:, 1:] <= side[:, :-1]).all())
+
+
+def _pads_by_labels(ignored: _Array, words: _Array) -> _Array:
+    right = np.flip(_run(np.flip(ignored, 1), np.flip(words, 1)), 1)
+    left = _run(ignored, words)
+    return max(right, left, key=np.count_nonzero)
+
+
+def _run(ignored: _Array, words: _Array) -> _Array:
+    """Ignored positions that begin each row with the same id; a single one is a mark such as the begin of a text."""
+    first = words[:, 0][ignored[:, 0]]
+    if not first.size or np.ptp(first):
+        return np.zeros(ignored.shape, bool)
+    run: _Array = np.logical_and.accumulate(ignored & (words == first[0]), 1)
+    return run if run.sum(1).max() > 1 else np.zeros(ignored.shape, bool)
+
+
+def _sum_up(tables: list[_Array]) -> Tokens:
+    padding = [int(np.count_nonzero(table)) for table in tables]
+    # Of each table, what all rows have in common.
+    beyond = [int(table.sum(1).min()) * len(table) for table in tables]
+    return Tokens(sum(table.size for table in tables), sum(padding), sum(beyond))
