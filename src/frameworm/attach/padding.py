@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 IGNORED = -100
-MOST_VALUES = 2**20  # of a tensor; reading more takes milliseconds
+MOST_VALUES = 2**18  # of a tensor; reading more takes milliseconds
 MOST_TENSORS = 32
 _DEEPEST = 4
 _READ = {
@@ -41,15 +41,16 @@ def tokens_of(batch: Any) -> Tokens | None:
     """What is padding in a batch; None where nothing in it tells."""
     tensors = dict(_named_tensors(batch, "", 0))
     tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}
-    masks = {name: table for name, table in tables.items() if _is_mask(name, table)}
     shared = [
         table == 0
-        for name, table in masks.items()
+        for name, table in tables.items()
         if name.lower().endswith(_SHARED_NAME)
+        and _is_mask(name, table)
         and any(item.shape[:2] == table.shape for other, item in tensors.items() if other != name)
     ]
     if shared:
         return _sum_up(shared)
+    masks = {name: table for name, table in tables.items() if _is_mask(name, table)}
     ids = [table for name, table in tables.items() if table.dtype.kind in "iu" and name not in masks]
     for name, mask in masks.items():
         for words in (table for table in ids if table.shape == mask.shape):
@@ -111,9 +112,9 @@ def _members(batch: Any) -> list[tuple[Any, Any]]:
 def _is_mask(name: str, table: _Array) -> bool:
     if table.dtype.kind == "b":
         return True
-    if table.dtype.kind not in "iu" and "mask" not in name.lower():
-        return False
-    return bool(((table == 0) | (table == 1)).all())
+    if table.dtype.kind in "iu":
+        return bool(table.max() <= 1 and table.min() >= 0)
+    return "mask" in name.lower() and bool(((table == 0) | (table == 1)).all())
 
 
 def _pads_by_mask(mask: _Array, words: _Array, *, named: bool) -> _Array | None:

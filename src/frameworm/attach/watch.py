@@ -42,7 +42,7 @@ COUNTS = (
 )
 # Batches are read for padding in the first steps, and then in one of so many: two of them by number, since the first
 # batch of a step is fetched before the step before it is over.
-READ_FIRST, READ_EVERY = 32, 16
+READ_FIRST, READ_EVERY = 32, 64
 _DEEPEST = 4
 MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
 # Whether a model called in a phase is one of its own there.

@@ -147,7 +147,8 @@ def _framework(record: RunRecord) -> str | None:
     found = record.framework
     if found is None or found.loop is None:
         return None
-    return f"{found.loop} of {found.name}{f' {found.version}' if found.version else ''}"
+    of = "" if found.loop.lower() == found.name else f" of {found.name}"
+    return f"{found.loop}{of}{f' {found.version}' if found.version else ''}"
 
 
 def phase_rows(record: RunRecord) -> list[PhaseRow]:
