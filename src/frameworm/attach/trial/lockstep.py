@@ -47,7 +47,8 @@ class ComparedRun(Listener):
         self._folder = Path(job.folder)
         self._dropout: list[DropoutOff] = []
         self._before: Named | None = None
-        self._gradients: Named = {}
+        self._turn = 0
+        self._counts: dict[str, int] = {}
         self._outputs: Sketches | None = None
         self._loss: torch.Tensor | None = None
         self._hashes: list[int | None] = []
@@ -65,7 +66,7 @@ class ComparedRun(Listener):
     def step_begins(self, number: int) -> None:
         """Finish what the last step gave; before a compared one write down the state, or take it over."""
         self._finish(number - 1)
-        self._hashes, self._loss = [], None
+        self._hashes, self._loss, self._turn = [], None, 0
         if number > self._job.steps[-1]:
             self._report({"event": "compared", "steps": number - 1})
             time.sleep(_WAIT_S)  # whoever listens ends this process
@@ -108,15 +109,17 @@ class ComparedRun(Listener):
             self._loss = own if self._loss is None else self._loss + own
 
     def before_update(self) -> None:
-        """Note the gradients."""
+        """Note the gradients; of a step with several updates, those of each."""
         if self._before is None:
             return
+        self._turn += 1
+        turn = "" if self._turn == 1 else f", update {self._turn}"
         tensors = self._tensors()
-        self._gradients = {
-            name: item.grad.detach().clone() for name, item in tensors.parameters.items() if item.grad is not None
-        }
+        gradients = {name: item.grad.detach() for name, item in tensors.parameters.items() if item.grad is not None}
         loss = torch.zeros((), dtype=torch.float64) if self._loss is None else self._loss
-        self._outputs = outputs_of(loss, self._gradients, tensors, self._before)
+        found = outputs_of(loss, {f"{name}{turn}": item for name, item in gradients.items()}, tensors, self._before)
+        self._outputs = {**(self._outputs or {}), **found}
+        self._counts.update((f"gradient of {name}{turn}", item.numel()) for name, item in gradients.items())
 
     def updates(self, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> None:
         """Note rates and the like, and what the update starts from."""
@@ -143,11 +146,10 @@ class ComparedRun(Listener):
         if self._before is None or self._outputs is None:
             self._before = None
             return
-        counts = {f"gradient of {name}": item.numel() for name, item in self._gradients.items()}
-        counts.update((f"change of {name}", item.numel()) for name, item in self._tensors().buffers.items())
+        counts = {f"change of {name}": item.numel() for name, item in self._tensors().buffers.items()}
         content = {
             "outputs": self._outputs,
-            "counts": {**counts, "loss": 1},
+            "counts": {**self._counts, **counts, "loss": 1},
             "samples": add_hashes(self._hashes) if self._hashes else None,
             "loss": None if self._loss is None else float(self._loss),
             "settings": self._settings,
@@ -155,7 +157,7 @@ class ComparedRun(Listener):
         }
         write(self._folder / f"{self._job.name}-{number}.pt", content)
         self._before = self._outputs = None
-        self._settings, self._updates = {}, {}
+        self._settings, self._updates, self._counts = {}, {}, {}
         self._report({"event": "noted", "step": number})
 
     def _names(self) -> dict[nn.Parameter, str]:

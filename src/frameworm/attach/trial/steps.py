@@ -1,9 +1,8 @@
 """Counts the steps of somebody's training loop while it runs, and tells when each begins and is about to update.
 
-A step begins with the first batch that is fetched, or the first training pass of a model, after an optimizer has
-stepped. That is not always where the loop's own step begins: a loop with two optimizers has two steps per round, and a
-validation belongs to the step that follows it. But it is the same in every run of the script, and that is what counts
-when two runs are compared.
+A step begins with the first batch that is fetched after an optimizer has stepped; in a loop that fetches nothing, with
+the first training pass of a model. That is not always where the loop's own step begins: a validation belongs to the
+step after it. But it is the same in every run of the script, and that is what counts when two runs are compared.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ Place = Literal["optimizer", "loader", "model"]
 # Frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
+# A loop that has made so many updates since the last batch was fetched takes its data from elsewhere.
+_MOST_UPDATES = 16
 
 
 class Listener:
@@ -84,6 +85,7 @@ class StepCounter:
         self._script = script
         self._listener = listener
         self._is_over = True
+        self._since_fetch: int | None = None  # updates since a batch was fetched; None: none was, or long ago
         self._complete = False
         self._depth = 0
         self._thread: int | None = None
@@ -142,6 +144,7 @@ class StepCounter:
         def fetch(iterator: Any) -> Any:
             if not self._mine():
                 return original(iterator)
+            self._since_fetch = 0
             self._begin()
             begin_s = perf_counter()
             batch = original(iterator)
@@ -164,7 +167,8 @@ class StepCounter:
                 self.models.append(module)
                 self._note_place("model", module)
                 self._tell(self._listener.model_found, module)
-            self._begin()
+            if self._since_fetch is None:  # otherwise a batch may serve several updates, whose passes belong together
+                self._begin()
             self._depth += 1
             try:
                 return original(module, *args, **kwargs)
@@ -233,7 +237,8 @@ class StepCounter:
                 return (
                     original(optimizer, closure, *args, **kwargs) if closure else original(optimizer, *args, **kwargs)
                 )
-            self._begin()
+            if self.step == 0 or self._since_fetch is None:
+                self._begin()
             if closure is None:
                 self._completed()
             if not any(optimizer is known for known in self.optimizers):
@@ -245,7 +250,10 @@ class StepCounter:
                 result = original(optimizer, self._evaluating(closure), *args, **kwargs)
             self._tell(self._listener.updated, optimizer)
             self._is_over = True
+            self._complete = False  # another optimizer of this step has gradients of its own
             self.updates += 1
+            if self._since_fetch is not None:
+                self._since_fetch = self._since_fetch + 1 if self._since_fetch < _MOST_UPDATES else None
             return result
 
         return keep_compiler_out(step)

@@ -128,7 +128,9 @@ class ScriptProcess:
                 return told
             if told["event"] == "end":
                 if told["status"] != "completed":
-                    raise ScriptError(f"the script itself fails{self._tail()}")
+                    tail = self._tail()
+                    asks = "; it asks for input: give that as arguments or a file" if "EOFError" in tail else ""
+                    raise ScriptError(f"the script itself fails{tail}{asks}")
                 raise ScriptEndedError(_why_ended(told), told["steps"])
 
     def _next(self) -> dict[str, Any]:
@@ -139,17 +141,21 @@ class ScriptProcess:
                 raise ScriptError("it made no further step before its time was over")
             read = os.read(self._reports, 65536)
             if not read:
-                raise ScriptError(f"its process died ({self._ending()}){self._tail()}")
+                raise ScriptError(self._why_gone())
             self._waiting += read
         line, _, self._waiting = self._waiting.partition(b"\n")
         told: dict[str, Any] = json.loads(line)
         return told
 
-    def _ending(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
+    def _why_gone(self) -> str:
+        try:
             code = self._process.wait(timeout=5.0)
-            return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "and it still runs"
+        except subprocess.TimeoutExpired:
+            return f"it closed the files that it was given, and still runs{self._tail()}"
+        if code == 0:
+            return "its process ended at once: where it goes on in the background it cannot be tuned; let it stay"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"its process died ({how}){self._tail()}"
 
     def _tail(self) -> str:
         """The last line that it has printed, if any."""
