@@ -83,18 +83,18 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_model(folder: Path, kind: str) -> str:
     """Save a small model with random weights and its tokenizer; returns the folder as an argument."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
-    from transformers import Qwen2ForSequenceClassification as Qwen2Classifier
+    import transformers
 
-    torch.manual_seed(0)
+    transformers.set_seed(0)
     shape = {"vocab_size": len(WORDS) + 3, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"intermediate_size": 128, "pad_token_id": 0}
+    shape |= {"intermediate_size": 128, "pad_token_id": 0, "max_position_embeddings": 512}
     if kind == "bert":
-        model = BertForSequenceClassification(BertConfig(**shape))
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**shape))
     else:
-        config = Qwen2Config(**shape, num_key_value_heads=2, eos_token_id=1, num_labels=1, max_position_embeddings=512)
-        model = Qwen2Classifier(config) if kind == "reward" else Qwen2ForCausalLM(config)
+        # A kind whose tokenizer is loaded as it was saved; some kinds bring rules of their own.
+        config = transformers.StableLmConfig(**shape, num_key_value_heads=2, eos_token_id=1, num_labels=1)
+        classes = {"causal": transformers.StableLmForCausalLM, "reward": transformers.StableLmForSequenceClassification}
+        model = classes[kind](config)
     target = folder / f"tiny-{kind}"
     model.save_pretrained(target)
     write_tokenizer(target)
