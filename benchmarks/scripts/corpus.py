@@ -101,7 +101,7 @@ SCRIPTS = (
     Script(
         "hf_trainer",
         "Hugging Face Trainer, BERT, texts padded to max_length (45% padding)",
-        ("--max_steps", "8"),
+        ("--max_steps", "30"),
         gpu=("--hidden_size", "768", "--num_layers", "12", "--max_length", "256", "--batch_size", "32"),
         requires=("transformers", "accelerate"),
     ),

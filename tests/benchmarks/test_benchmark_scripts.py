@@ -86,9 +86,7 @@ def profiled(
 def final_loss(done: subprocess.CompletedProcess[str]) -> float:
     """The last loss that a script printed."""
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"final[\w ]* loss[\w ]*[:=]? ?(-?\d+\.\d+)", done.stdout)
-    if not found:
-        found = re.findall(r"final loss[\w ]*[:=]? ?(-?\d+\.\d+)", done.stdout)
+    found = re.findall(r"final[A-Za-z ]*loss[A-Za-z ]*[:=]? ?(-?\d+\.\d+)", done.stdout)
     assert len(found) == 1, done.stdout
     return float(found[0])
 

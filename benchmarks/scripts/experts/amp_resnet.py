@@ -55,7 +55,7 @@ def get_args():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--steps-per-epoch", type=int, default=50)
-    p.add_argument("-b", "--batch-size", type=int, default=16)
+    p.add_argument("-b", "--batch-size", type=int, default=8)
     p.add_argument("--lr", type=float, default=0.05)
     p.add_argument("--width", type=int, default=8)
     p.add_argument("--blocks", type=int, default=1)

@@ -68,10 +68,10 @@ def test(model, loader, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--train-size", type=int, default=3200)
+    parser.add_argument("--train-size", type=int, default=1600)
     parser.add_argument("--log-interval", type=int, default=50)
     args = parser.parse_args()
 
@@ -85,7 +85,8 @@ def main():
     train_loader = DataLoader(ToyImages(args.train_size, 1), batch_size=args.batch_size, shuffle=True, **loading)
     test_loader = DataLoader(ToyImages(512, 2), batch_size=256, **loading)
     model = Net(args.width).to(device, memory_format=torch.channels_last)
-    model.compile()
+    if device == "cuda":
+        model.compile()  # slower on a CPU
     optimizer = optim.Adam(model.parameters(), lr=args.lr, fused=True)
     criterion = nn.CrossEntropyLoss()
 

@@ -54,7 +54,8 @@ def main():
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     model = M5(args.channels).to(device)
-    model.compile()
+    if device.type == "cuda":
+        model.compile()  # slower on a CPU
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=0.0001, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=200, gamma=0.5)
 

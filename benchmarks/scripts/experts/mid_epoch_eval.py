@@ -63,7 +63,8 @@ def main():
     valid = sentences(400, 40, args.vocab, 1)
     torch.set_float32_matmul_precision("high")
     model = TextCNN(args.vocab, args.dim, args.filters, 4).to(device)
-    model.compile()
+    if device == "cuda":
+        model.compile()  # no faster on a CPU
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     # whole batches are indexed at once, in the order that shuffle=True gives
     loader = DataLoader(train, sampler=BatchSampler(RandomSampler(train), args.batch_size, False), batch_size=None)

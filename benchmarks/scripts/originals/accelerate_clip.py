@@ -45,7 +45,7 @@ def main():
     parser.add_argument("--train_size", type=int, default=4096)
     parser.add_argument("--per_device_train_batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
-    parser.add_argument("--dim", type=int, default=96)
+    parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--output_dir", default="outputs")

@@ -62,7 +62,7 @@ class UNet(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=16)
     parser.add_argument("--timesteps", type=int, default=1000)

@@ -15,9 +15,12 @@ class TextDataset(torch.utils.data.Dataset):
         self.encodings, self.labels = [], []
         for _ in range(size):
             length = int(min(max_length, max(5, rnd.gauss(0.55 * max_length, 0.1 * max_length))))
-            ids = [rnd.randrange(5, vocab_size) for _ in range(length)]
+            label, half = rnd.randrange(2), vocab_size // 2
+            # two words in three come from the half of the vocabulary that belongs to the class
+            sides = [label if rnd.random() < 0.67 else 1 - label for _ in range(length)]
+            ids = [rnd.randrange(half, vocab_size) if side else rnd.randrange(5, half) for side in sides]
             self.encodings.append(self.pad(ids, max_length))
-            self.labels.append(int(sum(ids[:4]) / 4 > vocab_size / 2))
+            self.labels.append(label)
 
     @staticmethod
     def pad(ids, max_length):

@@ -68,10 +68,10 @@ def test(model, loader, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--train-size", type=int, default=3200)
+    parser.add_argument("--train-size", type=int, default=1600)
     parser.add_argument("--log-interval", type=int, default=50)
     args = parser.parse_args()
 
