@@ -174,19 +174,6 @@ def performance(folder: Path, steps: int) -> list[str]:
     return ["--model_name_or_path", glue(folder), "--output_dir", str(folder), "--num_epochs", str(epochs)]
 
 
-def peak_memory(folder: Path, steps: int) -> list[str]:
-    """It slices the train and validation splits by itself: 16 samples to a step."""
-    given = [
-        "--model_name_or_path",
-        glue(folder),
-        "--output_dir",
-        str(folder),
-        "--num_epochs",
-        str(max(1, round(steps / 20))),
-    ]
-    return [*given, "--n_train", "320", "--n_val", "64"]
-
-
 def text(drawn: random.Random) -> Row:
     """A text to continue."""
     return {"text": sentence(drawn)}
@@ -223,11 +210,11 @@ SCRIPTS = (
         ("datasets", "evaluate", "transformers"),
     ),
     PackagedScript(
-        "accelerate-peak-memory",
-        "accelerate/test_utils/scripts/external_deps/test_peak_memory_usage.py",
-        "BERT on MRPC under Accelerate with a thread that watches memory",
-        peak_memory,
-        ("datasets", "transformers"),
+        "accelerate-checkpointing",
+        "accelerate/test_utils/scripts/external_deps/test_checkpointing.py",
+        "BERT on MRPC under Accelerate, the whole state saved after each epoch",
+        performance,
+        ("datasets", "evaluate", "transformers"),
     ),
     PackagedScript(
         "trl-sft",
