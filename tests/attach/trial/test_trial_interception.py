@@ -128,7 +128,13 @@ def test_switches_are_read_as_they_were_written() -> None:
     switches = Switches(autocast="bf16", workers=2, compile=True)
     assert Switches.from_dict(switches.to_dict()) == switches
     assert in_words(switches.to_dict()) == "bf16 autocast, compiled model, 2 loader processes"
-    assert by_hand({"workers": 2}) == ["num_workers=2, persistent_workers=True in the training DataLoader"]
+    assert by_hand({"workers": 2}) == ["DataLoader(..., num_workers=2, persistent_workers=True)"]
+    options = {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
+    trainer = {"name": "transformers", "arguments": "TrainingArguments", "options": options}
+    assert by_hand({"workers": 2, "channels_last": True}, trainer) == [
+        "TrainingArguments(dataloader_num_workers=2, dataloader_persistent_workers=True)",
+        "model.to(memory_format=torch.channels_last)",
+    ]
     assert list(WORDS) == list(Switches.__dataclass_fields__)
     with pytest.raises(ConfigError, match="there is no such switch"):
         Switches.from_dict({"faster": True})

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from frameworm.diagnose.rules.wording import TORCH, say
 from frameworm.errors import ConfigError
+from frameworm.records.observations import Framework
 
 Precision = Literal["off", "bf16"]
 
@@ -60,16 +62,25 @@ class Switches:
         return replace(self, **changes)
 
 
-# By switch: what it does in a few words, and the line to write by hand.
-WORDS: dict[str, tuple[str, str]] = {
-    "tf32": ("TF32 matrix products", 'torch.set_float32_matmul_precision("high")'),
-    "autocast": ("bf16 autocast", "with torch.autocast(device, dtype=torch.bfloat16): around the model and its loss"),
-    "fused_optimizer": ("fused optimizer", "fused=True in the optimizer's arguments"),
-    "compile": ("compiled model", "model.compile() before the first step"),
-    "channels_last": ("channels last", "model.to(memory_format=torch.channels_last)"),
-    "cudnn_benchmark": ("cuDNN's algorithms timed", "torch.backends.cudnn.benchmark = True"),
-    "workers": ("loader processes", "num_workers={value}, persistent_workers=True in the training DataLoader"),
-    "pin_memory": ("page-locked batches", "pin_memory=True in the training DataLoader"),
+# By switch: what it does in a few words, what it is called among remedies, and the line to write where no framework
+# has one of its own.
+WORDS: dict[str, tuple[str, str | None, str]] = {
+    "tf32": ("TF32 matrix products", "gpu.tf32", 'torch.set_float32_matmul_precision("high")'),
+    "autocast": (
+        "bf16 autocast",
+        "gpu.mixed_precision",
+        "with torch.autocast(device, torch.bfloat16): around the forward pass and the loss",
+    ),
+    "fused_optimizer": ("fused optimizer", "gpu.fused_optimizer:AdamW", "fused=True in the optimizer's arguments"),
+    "compile": ("compiled model", "gpu.compile_model", "model.compile() before the first step"),
+    "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
+    "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
+    "workers": (
+        "loader processes",
+        "data.num_workers",
+        "DataLoader(..., num_workers={value}, persistent_workers=True)",
+    ),
+    "pin_memory": ("page-locked batches", "data.pin_memory", "DataLoader(..., pin_memory=True)"),
 }
 
 
@@ -80,6 +91,17 @@ def in_words(changes: Mapping[str, Any]) -> str:
     )
 
 
-def by_hand(changes: Mapping[str, Any]) -> list[str]:
-    """The lines to write into the script instead."""
-    return [WORDS[name][1].format(value=value) for name, value in changes.items()]
+def by_hand(changes: Mapping[str, Any], framework: Mapping[str, Any] | None = None) -> list[str]:
+    """What to write into the script instead, in the words of the framework whose loop it runs.
+
+    Args:
+        changes: Switches and their values.
+        framework: As `attach.framework` has found it; None: a loop of the script's own.
+    """
+    own = Framework(**framework) if framework is not None else None
+    lines = []
+    for name, value in changes.items():
+        _, key, line = WORDS[name]
+        said = say(own, key, value) if key is not None and own is not None and own.name != TORCH else ""
+        lines.append(said or line.format(value=value))
+    return lines

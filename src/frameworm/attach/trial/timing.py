@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from frameworm.attach.framework import Loops
+from frameworm.attach.patches import Patches
 from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.watch import leading_size
@@ -40,6 +43,9 @@ class TimedRun(Listener):
         self._report, self._receive = report, receive
         self._stop_before = FIRST_STEPS + 1
         self._seen = Seen()
+        self._loops = Loops(script)
+        self._loops.watch(Patches(), lambda note: None)
+        self._framework: dict[str, Any] | None = None
         self._begun: float | None = None
         self._born = perf_counter()
         self._waited_s, self._samples = 0.0, 0
@@ -59,6 +65,11 @@ class TimedRun(Listener):
         if self.counter.step <= FIRST_STEPS:
             self._seen.look_at(iterator)
 
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """The first time, see whose loop it is."""
+        if self._framework is None:
+            self._framework = asdict(self._loops.framework(sys._getframe(1), optimizer))
+
     def step_begins(self, number: int) -> None:
         """Stand, if this is the place."""
         if number != self._stop_before:
@@ -75,7 +86,7 @@ class TimedRun(Listener):
         told["seconds"] = None if self._begun is None else now - self._begun
         told["age_s"] = now - self._born
         if self._begun is None:
-            told["facts"] = facts_of(self.counter, self._seen)
+            told["facts"] = {**facts_of(self.counter, self._seen), "framework": self._framework}
         self._report(told)
         self._stop_before = number + int(self._receive()["go"])
         self._waited_s, self._samples = 0.0, 0

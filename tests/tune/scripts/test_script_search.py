@@ -1,0 +1,132 @@
+"""What is tried for a script, in which order, and what becomes of it: with times that are given, not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frameworm.attach.trial.switches import Switches
+from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
+from frameworm.guard.gain import Window
+from frameworm.guard.proof import Evidence, Learning, StepEvidence
+from frameworm.tune.scripts.knobs import ScriptKnob
+from frameworm.tune.scripts.process import ScriptError
+from frameworm.tune.scripts.search import ScriptSearch
+
+CPU: dict[str, Any] = {
+    "device": "cpu",
+    "device_name": "CPU",
+    "capability": None,
+    "parameters": 1000,
+    "half": False,
+    "tf32": False,
+    "cudnn_benchmark": False,
+    "can_fuse": True,
+    "compiled": True,
+    "convolutions": False,
+    "workers": 0,
+    "pinned": False,
+    "places": [],
+    "framework": None,
+    "data_wait_share": 0.4,
+}
+GPU = {**CPU, "device": "cuda", "device_name": "NVIDIA H200", "capability": 9, "compiled": False}
+
+
+class Given(ScriptSearch):
+    """A search whose trials take what a table says, and compute the same unless they are wrong."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any], gains: dict[str, float], wrong: Sequence[str] = ()) -> None:
+        script = folder / "train.py"
+        script.write_text("")
+        super().__init__(script, [], folder, 1000.0)
+        self._facts, self._gains, self._wrong = facts, gains, wrong
+        self.timed: list[dict[str, Any]] = []
+
+    def _look(self) -> list[ScriptKnob]:
+        self.result.facts = dict(self._facts)
+        return self._knobs()
+
+    def _step(self, switches: Switches) -> float:
+        step_s = 1.0
+        for name in switches.to_dict():
+            step_s /= self._gains.get(name, 1.0)
+        return step_s
+
+    def _time_both(self, before: Switches, after: Switches, **_: Any) -> list[Window]:
+        self.timed.append(after.to_dict())
+        if "crash" in [self._gains.get(name) for name in after.to_dict()]:
+            raise ScriptError("the script itself fails: no kernel")
+        noise = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995, 1.0, 1.002, 1.0, 0.998)
+        pairs = [
+            (Window("before", self._step(before) * item), Window("after", self._step(after) / item)) for item in noise
+        ]
+        return [window for pair in pairs for window in pair]
+
+    def _compare(self, candidate: Switches, *_: Any, **__: Any) -> Evidence:
+        off = 0.02 if set(self._wrong) & candidate.to_dict().keys() else 0.0
+        errors = [OutputErrors("gradient of weight", 1000, 1.0, 0.0, 1e-7, 1e-7, off, off)]
+        learning = Learning([StepEvidence(1.0, 1)])
+        return Evidence(learning, learning, Agreement([StateErrors(step, errors) for step in range(2, 10)]))
+
+
+def statuses(search: ScriptSearch) -> dict[str, str]:
+    return {", ".join(item.changes): item.status for item in search.result.attempts if item.status != "skipped"}
+
+
+def test_what_gains_is_kept_and_what_does_not_is_not(tmp_path: Path) -> None:
+    search = Given(tmp_path, CPU, {"workers": 1.5, "fused_optimizer": 1.0})
+    result = search.run()
+    assert statuses(search) == {"workers": "accepted", "fused_optimizer": "inconclusive"} or statuses(search) == {
+        "workers": "accepted",
+        "fused_optimizer": "rejected",
+    }
+    assert list(result.changes) == ["workers"]
+    assert result.speedup is not None
+    assert result.speedup.value == pytest.approx(1.5, rel=0.01)
+    assert {item.reason for item in result.attempts if "tf32" in item.changes} == {"needs a GPU"}
+
+
+def test_what_computes_something_else_is_rejected_however_fast(tmp_path: Path) -> None:
+    search = Given(tmp_path, CPU, {"workers": 3.0, "fused_optimizer": 1.2}, wrong=["workers"])
+    result = search.run()
+    assert statuses(search) == {"workers": "rejected", "fused_optimizer": "accepted"}
+    assert list(result.changes) == ["fused_optimizer"]
+
+
+def test_on_a_gpu_what_usually_helps_is_tried_at_once(tmp_path: Path) -> None:
+    search = Given(tmp_path, GPU, {"autocast": 1.5, "compile": 1.5, "fused_optimizer": 1.1, "tf32": 1.0})
+    result = search.run()
+    assert list(search.timed[0]) == ["tf32", "autocast", "fused_optimizer", "compile", "workers"]
+    assert result.attempts[-1].status in ("accepted", "inconclusive", "rejected")
+    assert {"autocast", "compile", "fused_optimizer"} <= result.changes.keys()
+    assert all(len(item) >= 5 for item in search.timed), "what came with the first is not tried again"
+
+
+def test_where_that_is_wrong_they_are_tried_one_by_one(tmp_path: Path) -> None:
+    search = Given(tmp_path, GPU, {"autocast": 1.5, "compile": 1.5, "fused_optimizer": 1.1}, wrong=["compile"])
+    result = search.run()
+    assert {"autocast", "fused_optimizer"} <= result.changes.keys()
+    assert "compile" not in result.changes
+    assert result.total is not None
+    assert result.total.speedup is not None
+    assert result.total.speedup.value == pytest.approx(1.65, rel=0.02)
+
+
+def test_a_change_that_fails_costs_one_trial_and_one_line(tmp_path: Path) -> None:
+    gains: dict[str, Any] = {"workers": "crash", "fused_optimizer": 1.2}
+    search = Given(tmp_path, CPU, gains)
+    result = search.run()
+    assert statuses(search) == {"workers": "failed", "fused_optimizer": "accepted"}
+    failed = next(item for item in result.attempts if item.status == "failed")
+    assert failed.reason == "the script itself fails: no kernel"
+
+
+def test_nothing_is_accepted_that_changes_nothing(tmp_path: Path) -> None:
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert Given(folder, GPU, {}).run().changes == {}
