@@ -68,6 +68,7 @@ campaign: $(STAMP)  ## long checks, about four hours: verdicts, kills, faults, p
 	@$(BIN)/python benchmarks/elastic_campaign.py --kills 20
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof.py --device cpu --jobs 2
 	@$(BIN)/python benchmarks/fault_campaign.py --runs 1000
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/benchmarks/test_benchmark_scripts.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 3600 tests/equivalence/test_equivalence_drawn.py
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py --check --cells $(CELLS) --seed $(SEED)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 30
