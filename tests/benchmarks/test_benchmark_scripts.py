@@ -143,8 +143,9 @@ def test_a_profile_finds_its_steps_and_the_expert_learns_the_same(name: str, tmp
     if script.expert is None:
         return
     tuned = final_loss(run(script.command(script.tuned_by_hand, script.short), tmp_path / "expert"))
-    # Other random numbers: after these few steps, only the size of the loss is the same.
-    assert tuned == pytest.approx(loss, rel=2e-3 if script.expert == "same" else 0.5)
+    # Measured: rounding moves these losses by less than 1e-4, a doubled learning rate by 1.8e-3 or more. Where other
+    # random numbers are drawn, so few steps only show that the loss is of the same size.
+    assert tuned == pytest.approx(loss, rel=5e-4 if script.expert == "same" else 0.25)
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_a_compiled_expert_learns_the_same(tmp_path: Path) -> None:
     script = SCRIPTS["yaml_tabular"]
     eager = final_loss(run(script.command(script.tuned_by_hand, script.short), tmp_path))
     compiled = final_loss(run(script.command(script.tuned_by_hand, script.short), tmp_path, TORCHDYNAMO_DISABLE="0"))
-    assert compiled == pytest.approx(eager, rel=2e-3)
+    assert compiled == pytest.approx(eager, rel=5e-4)
 
 
 @pytest.mark.slow
