@@ -44,7 +44,7 @@ _DETACH = 2
 _PARENT_DEATH_SIGNAL = 1
 _CAPABILITY_VERSION = 0x20080522
 _GET_FLAGS, _SET_FLAGS, _SET_ADDRESS, _SET_MASK, _UP_AND_RUNNING = 0x8913, 0x8914, 0x8916, 0x891C, 0x41
-# File systems that show the kernel, not somebody's files.
+# File systems of the kernel, which hold no files of users.
 _KERNEL_KINDS = (
     "|autofs|binfmt_misc|bpf|cgroup|cgroup2|configfs|debugfs|devpts|devtmpfs|efivarfs|fusectl|hugetlbfs|mqueue|nsfs|"
     "proc|pstore|rpc_pipefs|securityfs|selinuxfs|sysfs|tracefs|"

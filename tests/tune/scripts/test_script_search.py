@@ -80,10 +80,10 @@ def statuses(search: ScriptSearch) -> dict[str, str]:
 def test_what_gains_is_kept_and_what_does_not_is_not(tmp_path: Path) -> None:
     search = Given(tmp_path, CPU, {"workers": 1.5, "fused_optimizer": 1.0})
     result = search.run()
-    assert statuses(search) == {"workers": "accepted", "fused_optimizer": "inconclusive"} or statuses(search) == {
-        "workers": "accepted",
-        "fused_optimizer": "rejected",
-    }
+    found = statuses(search)
+    assert found.pop("workers") == "accepted"
+    assert found.pop("fused_optimizer") != "accepted"
+    assert found == {}
     assert list(result.changes) == ["workers"]
     assert result.speedup is not None
     assert result.speedup.value == pytest.approx(1.5, rel=0.01)
@@ -101,7 +101,6 @@ def test_on_a_gpu_what_usually_helps_is_tried_at_once(tmp_path: Path) -> None:
     search = Given(tmp_path, GPU, {"autocast": 1.5, "compile": 1.5, "fused_optimizer": 1.1, "tf32": 1.0})
     result = search.run()
     assert list(search.timed[0]) == ["tf32", "autocast", "fused_optimizer", "compile", "workers"]
-    assert result.attempts[-1].status in ("accepted", "inconclusive", "rejected")
     assert {"autocast", "compile", "fused_optimizer"} <= result.changes.keys()
     assert all(len(item) >= 5 for item in search.timed), "what came with the first is not tried again"
 

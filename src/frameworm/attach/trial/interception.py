@@ -62,7 +62,7 @@ class ModelSwitches:
 
 
 def _called(module: nn.Module, plain: _Function, trained: _Function, *inputs: Any, **named: Any) -> Any:
-    """Evaluation runs as written: other shapes and modes would be compiled anew."""
+    """Evaluation runs as written: its shapes and modes would need compilations of their own."""
     call = trained if module.training and torch.is_grad_enabled() else plain
     return call(*inputs, **named)
 

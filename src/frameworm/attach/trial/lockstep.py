@@ -69,7 +69,7 @@ class ComparedRun(Listener):
         self._hashes, self._loss, self._turn = [], None, 0
         if number > self._job.steps[-1]:
             self._report({"event": "compared", "steps": number - 1})
-            time.sleep(_WAIT_S)  # whoever listens ends this process
+            time.sleep(_WAIT_S)  # the tuner kills this process
         if number not in self._job.steps:
             return
         tensors = self._tensors()

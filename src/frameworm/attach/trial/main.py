@@ -15,7 +15,7 @@ from frameworm.attach.trial.switches import Switches
 
 
 class Link:
-    """Lines of JSON to and from whoever started the trial."""
+    """Lines of JSON to and from the tuner."""
 
     def __init__(self, commands: int, reports: int) -> None:
         self._commands = os.fdopen(commands, "r", encoding="utf-8")
@@ -23,7 +23,7 @@ class Link:
         self._process = os.getpid()
 
     def report(self, told: dict[str, Any]) -> None:
-        """Tell something; who has nobody left to tell it to ends."""
+        """Tell the tuner something; without a tuner the trial ends."""
         if os.getpid() != self._process:
             return  # forked by the script: what it does is not this trial
         try:

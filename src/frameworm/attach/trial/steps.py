@@ -1,4 +1,4 @@
-"""Counts the steps of somebody's training loop while it runs, and tells when each begins and is about to update.
+"""Counts the steps of a script's training loop while it runs, and tells when each begins and is about to update.
 
 A step begins with the first batch that is fetched after an optimizer has stepped; in a loop that fetches nothing, with
 the first training pass of a model. That is not always where the loop's own step begins: a validation belongs to the

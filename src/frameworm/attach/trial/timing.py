@@ -16,6 +16,7 @@ from frameworm.attach.patches import Patches
 from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.watch import leading_size
+from frameworm.errors import EnvironmentSetupError
 
 # The first steps make states, compile and fill caches; what is looked at closely is looked at in them.
 FIRST_STEPS = 3
@@ -98,6 +99,44 @@ class TimedRun(Listener):
         return perf_counter()
 
 
+class SwitchedRun(Listener):
+    """Sets what belongs to the models of the first steps, and then looks away.
+
+    Args:
+        switches: To be set.
+        device_name: The device that they were found on; None: any.
+    """
+
+    def __init__(self, switches: ModelSwitches, device_name: str | None) -> None:
+        self.counter = StepCounter(self)
+        self._switches = switches
+        self._device_name = device_name
+
+    def model_found(self, module: nn.Module) -> None:
+        """Set it, on the device that it was tuned for.
+
+        Raises:
+            EnvironmentSetupError: It is another one.
+        """
+        name = name_of(next((item.device for item in module.parameters()), torch.device("cpu")))
+        if self._device_name not in (None, name):
+            raise EnvironmentSetupError(
+                f"the script was tuned on {self._device_name} and trains on {name}; tune it again here, or run it "
+                "without `--with`"
+            )
+        self._switches.found(module)
+
+    def step_begins(self, number: int) -> None:
+        """All models were found in the first steps."""
+        if number > FIRST_STEPS:
+            self.counter.remove()
+
+
+def name_of(device: torch.device) -> str:
+    """What a device is called in results."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 @dataclass
 class Seen:
     """What the first steps showed beside models and optimizers.
@@ -133,7 +172,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
     modules = [item for model in models for item in model.modules()]
     return {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "device_name": name_of(device),
         "capability": torch.cuda.get_device_capability(device)[0] if on_gpu else None,
         "parameters": sum(item.numel() for item in parameters),
         "models": [type(item).__name__ for item in models],

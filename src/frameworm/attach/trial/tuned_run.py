@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from frameworm.attach.script import AfterImport, Ending, check_script, run_script
 from frameworm.attach.trial.fingerprint import differences, fingerprint_of
 from frameworm.attach.trial.switches import Switches, in_words
-from frameworm.errors import ConfigError, EnvironmentSetupError
-
-if TYPE_CHECKING:
-    from frameworm.attach.trial.interception import ModelSwitches
+from frameworm.errors import ConfigError
 
 
 class TunedRun:
@@ -60,44 +57,9 @@ class TunedRun:
     def _attach(self) -> None:
         from frameworm.attach.patches import Patches
         from frameworm.attach.trial.interception import intercept
-        from frameworm.attach.trial.steps import StepCounter
+        from frameworm.attach.trial.timing import SwitchedRun
 
-        models = intercept(self.switches, Patches())
-        listener = _first_steps(models, self._fingerprint.get("device"))
-        listener.counter = StepCounter(listener)
-        listener.counter.install()
-
-
-def _first_steps(models: ModelSwitches, device_name: str | None) -> Any:
-    """Sets what belongs to the models of the first steps, and then looks away."""
-    import torch
-    from torch import nn
-
-    from frameworm.attach.trial.steps import Listener, StepCounter
-    from frameworm.attach.trial.timing import FIRST_STEPS
-
-    class FirstSteps(Listener):
-        """See above."""
-
-        counter: StepCounter
-
-        def model_found(self, module: nn.Module) -> None:
-            """Set it, on the device that it was tuned for."""
-            device = next((item.device for item in module.parameters()), torch.device("cpu"))
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-            if device_name not in (None, name):
-                raise EnvironmentSetupError(
-                    f"the script was tuned on {device_name} and trains on {name}; tune it again here, or run it "
-                    "without `--with`"
-                )
-            models.found(module)
-
-        def step_begins(self, number: int) -> None:
-            """All models were found in the first steps."""
-            if number > FIRST_STEPS:
-                self.counter.remove()
-
-    return FirstSteps()
+        SwitchedRun(intercept(self.switches, Patches()), self._fingerprint.get("device")).counter.install()
 
 
 def _read(tuned: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Memory in which loader processes hand over batches, used again once nobody holds what was in it.
+"""Memory in which loader processes hand over batches, used again once the batch in it is gone.
 
-A piece of shared memory that crosses to another process takes a file descriptor, which that process has to ask for
-over a socket, and then to map. So each piece crosses once. Its first byte says whether somebody still reads it: the
-loader process sets it, the training process clears it when the last tensor that lies in the piece is gone.
+A piece of shared memory crosses to another process as a file descriptor, which that process must request over a socket
+and then map. So each piece crosses once. Its first byte says whether it is still in use: the loader process sets it,
+and the training process clears it when the last tensor in the piece is gone.
 """
 
 from __future__ import annotations

@@ -130,9 +130,8 @@ class BlockLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         together: Any = self.collate_fn
         pieces = together.pieces
-        if pieces is None:
-            return map(_opened, super().__iter__())
-        starts = self._iterator is None  # processes that stay belong to the loader, others to this iteration
+        # Processes that stay belong to the loader, others to this iteration.
+        starts = pieces is not None and self._iterator is None
         if starts:
             pieces.begin()
         batches = _Opened(super().__iter__(), self.page_locks)
@@ -153,10 +152,6 @@ class _Opened:
     def __next__(self) -> Any:
         batch = next(self._batches)
         return batch.open(page_locked=self._page_locks) if type(batch) is Block else batch
-
-
-def _opened(batch: Any) -> Any:
-    return batch.open() if type(batch) is Block else batch
 
 
 def _tensor_at(place: _Place, storage: torch.UntypedStorage) -> Tensor:

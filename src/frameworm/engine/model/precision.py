@@ -58,9 +58,8 @@ def wants_channels_last(
 ) -> bool:
     """Whether images should lie with their channels last: the half-precision convolutions of GPUs are made for that.
 
-    It is enough to change the weights; cuDNN's results follow them. The compiler chooses by itself and would have to
-    keep to what it is given: a U-Net took 1.21 times as long so (one H200, `gpu.channels_last` of unet in
-    benchmarks/zoo.py).
+    It is enough to change the weights; cuDNN's results follow them. The compiler chooses a layout by itself
+    and would have to keep to the one it is given, which may be the slower one.
     """
     if asked != "auto":
         return bool(asked)

@@ -1,4 +1,4 @@
-"""A process that runs somebody's script: started, told to go, listened to and taken away."""
+"""A process that runs a user's script: started, told to go, listened to and killed."""
 
 from __future__ import annotations
 

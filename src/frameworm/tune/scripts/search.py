@@ -1,4 +1,4 @@
-"""Looks for the switches that make somebody's script faster: what may help here is tried, timed in turns, and proved.
+"""Looks for the switches that make a user's script faster: what may help here is tried, timed in turns, and proved.
 
 Trials are processes of the script. Two of them are timed window by window, the best so far and the one with a change;
 they take turns over the same steps. What is faster then goes on from states of the script as it is, step for step, and
