@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -60,6 +61,17 @@ def no_group_left_behind() -> Iterator[None]:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left_behind() -> Iterator[None]:
+    """Fail the test that left a thread of ours running, not one that comes after it."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("frameworm-") and thread not in before]
+    for thread in left:
+        thread.join(2.0)
+    assert not [thread.name for thread in left if thread.is_alive()]
 
 
 def kill_tree(pid: int) -> None:

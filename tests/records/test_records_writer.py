@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,6 @@ def make_step(number: int, loss: float | None = 0.5) -> StepRecord:
     return StepRecord(
         number, 1, 1.0e9 + number, 0.01, loss, 1e-3, 8, 8.0, 100, None, None, False, {"forward": 0.004, "other": 0.006}
     )
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "frameworm-steps"]
 
 
 def test_steps_come_back_in_order_and_equal(tmp_path: Path) -> None:

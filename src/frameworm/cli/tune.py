@@ -270,6 +270,7 @@ def run(
     ),
     tuned: Path = typer.Option(..., "--with", help="What `frameworm tune` found for the script: tuned.yaml."),
     check: bool = typer.Option(True, help="First compare a few steps with and without it, on the script's own data."),
+    as_json: bool = typer.Option(False, "--json", help="Say what is on as JSON, on stderr: stdout is the script's."),
 ) -> None:
     """Run a script with what its tuning found, set from outside: all of it, or nothing.
 
@@ -288,6 +289,7 @@ def run(
             _check_start(prepared)
         else:
             say(f"frameworm: the first steps were not compared: {refused}", file=sys.stderr)
+    say(json.dumps(prepared.to_dict()) if as_json else prepared.in_words(), file=sys.stderr)
     sys.exit(prepared.run().code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,18 @@ class TunedRun:
                 f"{tuned} does not hold here: {'; '.join(others)}. Tune the script again, or run it without `--with`"
             )
 
-    def run(self) -> Ending:
-        """Run it; one line on stderr says what is on."""
+    def to_dict(self) -> dict[str, Any]:
+        """What is switched on and what it gained when it was tuned."""
+        return {"script": str(self.script), "switches": self.switches.to_dict(), "speedup": dict(self._speedup) or None}
+
+    def in_words(self) -> str:
+        """The same in one line."""
         gain = self._speedup.get("value")
         told = "" if gain is None else f" ({gain:.2f}x when it was tuned)"
-        print(f"frameworm: {in_words(self.switches.to_dict()) or 'nothing'} switched on{told}", file=sys.stderr)
+        return f"frameworm: {in_words(self.switches.to_dict()) or 'nothing'} switched on{told}"
+
+    def run(self) -> Ending:
+        """Run it."""
         finder = AfterImport("torch", self._attach)
         finder.arm()
         try:
