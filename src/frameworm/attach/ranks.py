@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from frameworm.errors import EnvironmentSetupError, RunFolderError
-from frameworm.launch.environment import ProcessInfo, detect, restart_count
+from frameworm.launch.environment import ProcessInfo, all_variables, detect, different_variables, restart_count
 from frameworm.records.atomic import check_private, private_folder, write_atomic
 from frameworm.records.reading import read_text
 from frameworm.records.store import RunFolder
@@ -97,6 +98,79 @@ class SharedFolder:
             return read_text(self._note)
         except (OSError, ValueError):
             return None
+
+
+class RankMeeting:
+    """Processes of one launcher on one machine: rank 0 learns the variables of all and decides, the others wait.
+
+    Args:
+        process: This process's place among them.
+
+    Raises:
+        EnvironmentSetupError: They are spread over several machines.
+    """
+
+    def __init__(self, process: ProcessInfo) -> None:
+        if process.num_nodes > 1 and process.launcher != "explicit":
+            raise EnvironmentSetupError(
+                f"tuning takes the processes of one machine, and these run on {process.num_nodes}; start it on one"
+            )
+        self.process = process
+        self._note = _meeting_point(process)
+
+    def variables(self) -> list[dict[str, str | None]]:
+        """On rank 0: what the variables of each rank are, where they differ from its own.
+
+        Raises:
+            EnvironmentSetupError: A rank does not come.
+        """
+        write_atomic(self._file("leader"), str(os.getpid()))
+        found: list[dict[str, str | None]] = [{}]
+        for rank in range(1, self.process.world_size):
+            text = self._wait(self._file(f"rank{rank}"), WAIT_FOR_FOLDER_S)
+            if text is None:
+                raise EnvironmentSetupError(
+                    f"rank {rank} has not come within {WAIT_FOR_FOLDER_S:.0f} s; all of them must be on this machine"
+                )
+            found.append(different_variables(json.loads(text)))
+        return found
+
+    def tell(self, code: int) -> None:
+        """On rank 0: let the others go on, or end with this exit code."""
+        write_atomic(self._file("told"), str(code))
+        for rank in range(1, self.process.world_size):
+            self._wait(self._file(f"heard{rank}"), WAIT_FOR_RANKS_S)
+        for path in self._note.parent.glob(f"{self._note.name}-*"):
+            path.unlink(missing_ok=True)
+
+    def wait(self) -> int:
+        """On the others: the exit code that rank 0 tells, or 1 if it ended without one."""
+        write_atomic(self._file(f"rank{self.process.rank}"), json.dumps(all_variables()))
+        leader = self._wait(self._file("leader"), WAIT_FOR_FOLDER_S)
+        if leader is None:
+            return 1
+        told = None
+        while told is None:
+            alive = psutil.pid_exists(int(leader))  # asked first: it may tell and end right after
+            told = self._read(self._file("told"))
+            if told is None and not alive:
+                return 1
+            time.sleep(_POLL_S)
+        write_atomic(self._file(f"heard{self.process.rank}"), told)
+        return int(told)
+
+    def _file(self, name: str) -> Path:
+        return self._note.with_name(f"{self._note.name}-{name}")
+
+    def _wait(self, path: Path, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
+        while (text := self._read(path)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return text
+
+    def _read(self, path: Path) -> str | None:
+        check_private(path.parent)
+        return read_text(path) if path.exists() else None
 
 
 def who_am_i() -> tuple[ProcessInfo, str | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -19,6 +21,7 @@ from frameworm.errors import ConfigError, EnvironmentSetupError
 from frameworm.guard.quality import parse_margin
 
 if TYPE_CHECKING:
+    from frameworm.attach.ranks import RankMeeting
     from frameworm.attach.trial.tuned_run import TunedRun
 
 INCONCLUSIVE = 3
@@ -219,7 +222,6 @@ def _tune_script(
     as_json: bool,
 ) -> None:
     from frameworm.attach.isolation import why_not
-    from frameworm.attach.ranks import who_am_i
     from frameworm.attach.script import check_script, find_module
     from frameworm.report.tune.text import by_hand
     from frameworm.tune.scripts.result import PATCH_NAME, TUNED_NAME, write_result
@@ -228,39 +230,63 @@ def _tune_script(
     path = script if module is None else find_module(module)
     assert path is not None
     check_script(path)
-    if who_am_i()[0].world_size > 1:
-        raise EnvironmentSetupError("scripts of several processes cannot be tuned yet; run it without torchrun")
-    time_s, refused = parse_duration(budget), why_not()
-    folder = out or Path("tune") / path.stem
-    if dry_run:
-        say(plan_in_words(path, arguments, folder, time_s, refused))
+    time_s, folder = parse_duration(budget), out or Path("tune") / path.stem
+    meeting = _meeting()
+    if meeting is not None and meeting.process.rank > 0:
+        sys.exit(meeting.wait())
+    with _leading(meeting) as ranks:
+        refused = why_not()
+        if dry_run:
+            say(plan_in_words(path, arguments, folder, time_s, refused))
+            return
+        if refused is not None and not accept_side_effects:
+            raise EnvironmentSetupError(
+                f"trials of the script cannot be kept apart on this machine: {refused}. Whatever it writes, deletes or "
+                "sends would happen once in each trial; if that is all right, add --accept-side-effects"
+            )
+        with telling("tune") as shown:
+            result = ScriptSearch(
+                path,
+                arguments,
+                folder,
+                time_s,
+                module=module,
+                isolated=refused is None,
+                ranks=ranks,
+                tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
+            ).run()
+        write_result(result, folder)
+        plain = result.to_json(str(folder / TUNED_NAME))
+        if as_json:
+            say(json.dumps(plain))
+        elif result.problem is None:
+            _show_tuned(plain, str(folder / TUNED_NAME))
+            say(by_hand(plain, str(folder / PATCH_NAME)), end="")
+        if result.problem is not None:
+            say(f"frameworm: {result.problem}", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+def _meeting() -> RankMeeting | None:
+    """Where the processes of a launcher meet; None: no launcher has started this one."""
+    from frameworm.attach.ranks import RankMeeting, who_am_i
+
+    process = who_am_i()[0]
+    return None if process.launcher == "none" else RankMeeting(process)
+
+
+@contextlib.contextmanager
+def _leading(meeting: RankMeeting | None) -> Iterator[list[dict[str, str | None]]]:
+    """Do what only rank 0 does, given the variables of all ranks; the others are told how it ended."""
+    if meeting is None:
+        yield []
         return
-    if refused is not None and not accept_side_effects:
-        raise EnvironmentSetupError(
-            f"trials of the script cannot be kept apart on this machine: {refused}. Whatever it writes, deletes or "
-            "sends would happen once in each trial; if that is all right, add --accept-side-effects"
-        )
-    with telling("tune") as shown:
-        search = ScriptSearch(
-            path,
-            arguments,
-            folder,
-            time_s,
-            module=module,
-            isolated=refused is None,
-            tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
-        )
-        result = search.run()
-    write_result(result, folder)
-    plain = result.to_json(str(folder / TUNED_NAME))
-    if as_json:
-        say(json.dumps(plain))
-    elif result.problem is None:
-        _show_tuned(plain, str(folder / TUNED_NAME))
-        say(by_hand(plain, str(folder / PATCH_NAME)), end="")
-    if result.problem is not None:
-        say(f"frameworm: {result.problem}", file=sys.stderr)
-        raise typer.Exit(1)
+    code = 1
+    try:
+        yield meeting.variables()
+        code = 0
+    finally:
+        meeting.tell(code)
 
 
 def run(
@@ -282,24 +308,31 @@ def run(
     from frameworm.attach.isolation import why_not
     from frameworm.attach.trial.tuned_run import TunedRun
 
-    prepared = TunedRun(script, arguments or [], tuned)
-    if check and prepared.switches.to_dict():
-        refused = why_not()
-        if refused is None:
-            _check_start(prepared)
-        else:
-            say(f"frameworm: the first steps were not compared: {refused}", file=sys.stderr)
-    say(json.dumps(prepared.to_dict()) if as_json else prepared.in_words(), file=sys.stderr)
+    meeting = _meeting()
+    prepared = TunedRun(script, arguments or [], tuned, 1 if meeting is None else meeting.process.world_size)
+    if meeting is not None and meeting.process.rank > 0:
+        code = meeting.wait()
+        if code:
+            sys.exit(code)
+    else:
+        with _leading(meeting) as ranks:
+            if check and prepared.switches.to_dict():
+                refused = why_not()
+                if refused is None:
+                    _check_start(prepared, ranks)
+                else:
+                    say(f"frameworm: the first steps were not compared: {refused}", file=sys.stderr)
+            say(json.dumps(prepared.to_dict()) if as_json else prepared.in_words(), file=sys.stderr, flush=True)
     sys.exit(prepared.run().code)
 
 
-def _check_start(prepared: TunedRun) -> None:
+def _check_start(prepared: TunedRun, ranks: list[dict[str, str | None]]) -> None:
     import tempfile
 
     from frameworm.tune.scripts.search import ScriptSearch
 
     with tempfile.TemporaryDirectory(prefix="frameworm-run-") as folder:
-        search = ScriptSearch(prepared.script, prepared.arguments, Path(folder), 300.0)
+        search = ScriptSearch(prepared.script, prepared.arguments, Path(folder), 300.0, ranks=ranks)
         problem = search.check(prepared.switches, prepared.facts)
     if problem is not None:
         raise ConfigError(f"the first steps do not compute the same as without it: {problem}; tune the script again")

@@ -175,6 +175,25 @@ def all_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return dict(os.environ if environ is None else environ)
 
 
+def different_variables(
+    variables: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """What another process of the job has other than this one; None: what it does not have."""
+    own = os.environ if environ is None else environ
+    names = sorted({*variables, *own})
+    return {name: variables.get(name) for name in names if variables.get(name) != own.get(name)}
+
+
+def become_rank(different: Mapping[str, str | None], port: int) -> None:
+    """Turn this process into one of several that meet on this machine at a port, with no agent of torch around."""
+    for name, value in different.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
     return integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0

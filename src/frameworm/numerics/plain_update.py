@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from frameworm.numerics.state import Named, set_numbers
+from frameworm.numerics.sketch import is_sharded
+from frameworm.numerics.state import Named, own_shard, set_numbers
 
 # Implementations of one algorithm; the plain one runs with all of them off.
 _SWITCHES = ("fused", "foreach", "capturable", "differentiable")
@@ -70,7 +71,8 @@ class PlainUpdate:
 
     def _updated(self, before: Named, gradients: Named, factor: float) -> Named:
         """The parameters after a plain step, whose settings are multiplied by a number close to one."""
-        plain = copy.deepcopy(self._given)
+        own_only = not any(is_sharded(item) for item in before.values())
+        plain = copy.deepcopy(self._given, _own_shards(self._given) if own_only else {})
         held: dict[str, nn.Parameter] = {}
         known: set[str] = set()
         for given, group in zip(self._given.param_groups, plain.param_groups):
@@ -95,6 +97,15 @@ class PlainUpdate:
         type(plain).step(plain)  # schedulers replace the method of the instance by one of the original
         # Where the state is divided among ranks, each knows what its own parameters become.
         return {name: item.detach() for name, item in held.items() if name in known or not known}
+
+
+def _own_shards(optimizer: torch.optim.Optimizer) -> dict[int, object]:
+    """For `deepcopy`: what of sharded tensors lies in this process takes their place."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    parameters = [item for group in optimizer.param_groups for item in group["params"]]
+    found: dict[int, object] = {id(item): own_shard(item).clone() for item in states if is_sharded(item)}
+    found.update((id(item), nn.Parameter(own_shard(item.detach()).clone())) for item in parameters if is_sharded(item))
+    return found
 
 
 def _scaled(setting: object, factor: float) -> object:

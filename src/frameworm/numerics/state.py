@@ -22,6 +22,7 @@ class StepTensors:
         buffers: With their names.
         optimizer: The state of its parameters is included; one that is not there yet is looked for at every call.
         others: Gives further tensors, such as a loss scale, which may be there only later.
+        own_shards: Take sharded tensors as what lies in this process; otherwise as a whole.
     """
 
     def __init__(
@@ -30,11 +31,14 @@ class StepTensors:
         buffers: Iterable[tuple[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer | None = None,
         others: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        *,
+        own_shards: bool = False,
     ) -> None:
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self._optimizer = optimizer
         self._others = others
+        self._own_shards = own_shards
 
     def live(self) -> Named:
         """All tensors as they are now, not copied."""
@@ -45,7 +49,7 @@ class StepTensors:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     found[f"optimizer {name} {key}"] = value
-        return found
+        return {name: own_shard(item) for name, item in found.items()} if self._own_shards else found
 
     def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._optimizer is not None:
@@ -98,6 +102,13 @@ def _distributed_like(value: torch.Tensor, sharded: Any) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor  # already imported: a sharded tensor exists
 
     return distribute_tensor(value.to(sharded.device), sharded.device_mesh, sharded.placements)
+
+
+@torch.no_grad()
+def own_shard(tensor: Any) -> torch.Tensor:
+    """What of a tensor lies in this process, not copied."""
+    own: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own
 
 
 def whole(saved: Mapping[str, torch.Tensor]) -> Named:

@@ -85,7 +85,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Evidence
         for path in folder.glob(f"{CANDIDATE}-*.pt"):
             path.unlink()
         note(CANDIDATE, "follow", [wrong] if wrong else [], switches)
-        return evidence_of(folder, STEPS, ["noise-1", "noise-2"], CANDIDATE, 2.0**-24)
+        return evidence_of([folder], STEPS, ["noise-1", "noise-2"], CANDIDATE, 2.0**-24)
 
     return compare
 

@@ -31,6 +31,7 @@ CPU: dict[str, Any] = {
     "pinned": False,
     "places": [],
     "framework": None,
+    "data_parallel": None,
     "data_wait_share": 0.4,
 }
 GPU = {**CPU, "device": "cuda", "device_name": "NVIDIA H200", "capability": 9, "compiled": False}

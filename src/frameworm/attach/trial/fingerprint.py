@@ -14,7 +14,7 @@ from typing import Any
 _LIBRARIES = ("torch", "triton", "transformers", "accelerate", "trl", "peft", "lightning", "pytorch-lightning")
 
 
-def fingerprint_of(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def fingerprint_of(script: Path, arguments: Sequence[str], world_size: int = 1) -> dict[str, Any]:
     """The facts that must be the same for a result to hold; the device is known when the script uses it."""
     versions = {}
     for name in _LIBRARIES:
@@ -26,6 +26,7 @@ def fingerprint_of(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "arguments": list(arguments),
         "python": platform.python_version(),
         "versions": versions,
+        "world_size": world_size,
         "device": None,
     }
 
@@ -38,6 +39,8 @@ def differences(tuned: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     if tuned.get("arguments") != here["arguments"]:
         before = " ".join(map(str, tuned.get("arguments") or ())) or "none"
         found.append(f"its arguments were {before}")
+    if tuned.get("world_size", 1) != here["world_size"]:
+        found.append(f"it ran as {tuned.get('world_size', 1)} processes, not {here['world_size']}")
     if tuned.get("python") != here["python"]:
         found.append(f"Python was {tuned.get('python')}")
     then = tuned.get("versions") or {}

@@ -16,6 +16,7 @@ import torch.utils.data.dataloader as dataloader
 from torch import nn
 
 from frameworm.attach.patches import Patches
+from frameworm.attach.trial.data_parallel import intercept_data_parallel
 from frameworm.attach.trial.switches import Switches
 
 _Function = Callable[..., Any]
@@ -37,6 +38,7 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
         patches.set(torch.optim.Optimizer, "__init__", _fused)
     if switches.workers or switches.pin_memory:
         patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_processes, switches))
+    intercept_data_parallel(switches, patches)
     return ModelSwitches(switches)
 
 

@@ -28,8 +28,10 @@ class TrialJob:
         perturbed: follow: move the parameters by at most one unit of rounding, drawn by this number; 0: do not.
         unit: That unit, of the precision that the script computes in.
         isolated: In namespaces of its own, where nothing that is written stays.
-        commands: Number of the file that tells what to do.
-        reports: Number of the file to report to.
+        ranks: Variables in which each of several processes differs from the tuner; empty: it is one process.
+        port: Where these meet.
+        commands: Numbers of the files that tell each process what to do.
+        reports: Numbers of the files to report to.
     """
 
     script: str
@@ -44,8 +46,14 @@ class TrialJob:
     perturbed: int = 0
     unit: float = 2.0**-24
     isolated: bool = True
-    commands: int = -1
-    reports: int = -1
+    ranks: list[dict[str, str | None]] = field(default_factory=list)
+    port: int = 0
+    commands: list[int] = field(default_factory=list)
+    reports: list[int] = field(default_factory=list)
+
+    def folder_of(self, rank: int) -> Path:
+        """Where one of its processes writes."""
+        return Path(self.folder, f"rank{rank}") if self.ranks else Path(self.folder)
 
     def write(self, path: Path) -> None:
         """For the process."""

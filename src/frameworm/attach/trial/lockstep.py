@@ -24,7 +24,7 @@ from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate, settings_of
 from frameworm.numerics.randomness import random_state, restore_random_state
 from frameworm.numerics.sample_hash import add_hashes, batch_hash
-from frameworm.numerics.state import Named, StepTensors, read, write
+from frameworm.numerics.state import Named, StepTensors, own_shard, read, write
 
 _POLL_S = 0.01
 _WAIT_S = 300.0
@@ -115,7 +115,9 @@ class ComparedRun(Listener):
         self._turn += 1
         turn = "" if self._turn == 1 else f", update {self._turn}"
         tensors = self._tensors()
-        gradients = {name: item.grad.detach() for name, item in tensors.parameters.items() if item.grad is not None}
+        gradients = {
+            name: own_shard(item.grad.detach()) for name, item in tensors.parameters.items() if item.grad is not None
+        }
         loss = torch.zeros((), dtype=torch.float64) if self._loss is None else self._loss
         found = outputs_of(loss, {f"{name}{turn}": item for name, item in gradients.items()}, tensors, self._before)
         self._outputs = {**(self._outputs or {}), **found}
@@ -132,7 +134,7 @@ class ComparedRun(Listener):
         if self._job.role == "follow" and optimizer.state and not evaluates and not scales:
             self._start = self._tensors().copy()
             mine = {item for group in optimizer.param_groups for item in group["params"] if item.grad is not None}
-            self._given = {names[item]: item.grad.detach().clone() for item in mine if item.grad is not None}
+            self._given = {names[item]: own_shard(item.grad.detach()).clone() for item in mine if item.grad is not None}
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """See whether the update is what torch's plain optimizer makes of this gradient."""
@@ -182,7 +184,7 @@ class ComparedRun(Listener):
         states: Any = SimpleNamespace(state={})
         for optimizer in self.counter.optimizers:
             states.state.update(optimizer.state)
-        return StepTensors(parameters, buffers.items(), states)
+        return StepTensors(parameters, buffers.items(), states, own_shards=True)
 
     def _device(self) -> torch.device:
         return next((item.device for item in self._names()), torch.device("cpu"))

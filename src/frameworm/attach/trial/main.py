@@ -6,12 +6,15 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from frameworm.attach.script import AfterImport, run_script
 from frameworm.attach.trial.job import TrialJob
 from frameworm.attach.trial.switches import Switches
+from frameworm.launch.environment import become_rank
 
 
 class Link:
@@ -47,7 +50,9 @@ def main() -> None:
         from frameworm.attach.isolation import isolate
 
         isolate([Path(job.folder)])
-    link = Link(job.commands, job.reports)
+    rank = _split(job) if job.ranks else 0
+    link = Link(job.commands[rank], job.reports[rank])
+    job = replace(job, folder=str(job.folder_of(rank)))
     counters: list[Any] = []
     finder = AfterImport("torch", lambda: counters.append(_attach(job, link)))
     finder.arm()
@@ -60,6 +65,28 @@ def main() -> None:
     steps = counters[0].updates if counters else 0
     link.report({"event": "end", "status": ending.status, "steps": steps, "imported": bool(counters)})
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _split(job: TrialJob) -> int:
+    """Start one process for each rank; returns in each of them. This one waits until the last has ended."""
+    for rank, different in enumerate(job.ranks):
+        if os.fork() == 0:
+            become_rank(different, job.port)
+            _close(job, but=rank)
+            return rank
+    _close(job)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def _close(job: TrialJob, but: int | None = None) -> None:
+    """Close the files of other processes: the tuner sees by them who has ended."""
+    for rank, numbers in enumerate(zip(job.commands, job.reports)):
+        if rank != but:
+            for number in numbers:
+                os.close(number)
 
 
 def _attach(job: TrialJob, link: Link) -> Any:

@@ -26,6 +26,9 @@ class Switches:
         cudnn_benchmark: Let cuDNN time its algorithms.
         workers: Processes for loaders that shuffle and have none.
         pin_memory: Page-locked batches.
+        bucket_mib: Gradients that DistributedDataParallel gathers at once; 0: as it is.
+        bucket_views: Gradients lie where it gathers them, instead of being copied.
+        gather_once: Of the passes whose gradients are added up, only the last gathers them.
     """
 
     tf32: bool = False
@@ -36,6 +39,9 @@ class Switches:
     cudnn_benchmark: bool = False
     workers: int = 0
     pin_memory: bool = False
+    bucket_mib: int = 0
+    bucket_views: bool = False
+    gather_once: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Switches:
@@ -81,6 +87,13 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
         "DataLoader(..., num_workers={value}, persistent_workers=True)",
     ),
     "pin_memory": ("page-locked batches", "data.pin_memory", "DataLoader(..., pin_memory=True)"),
+    "bucket_mib": ("MiB of gradients at once", None, "DistributedDataParallel(..., bucket_cap_mb={value})"),
+    "bucket_views": ("gradients in their buckets", None, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+    "gather_once": (
+        "gradients gathered once per update",
+        None,
+        "with model.no_sync(): around all but the last forward and backward pass of an update",
+    ),
 }
 
 

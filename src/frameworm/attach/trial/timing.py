@@ -13,6 +13,7 @@ from torch import nn
 
 from frameworm.attach.framework import Loops
 from frameworm.attach.patches import Patches
+from frameworm.attach.trial.data_parallel import facts_of_data_parallel
 from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.watch import leading_size
@@ -47,6 +48,7 @@ class TimedRun(Listener):
         self._loops = Loops(script)
         self._loops.watch(Patches(), lambda note: None)
         self._framework: dict[str, Any] | None = None
+        self._passes = 0
         self._begun: float | None = None
         self._born = perf_counter()
         self._waited_s, self._samples = 0.0, 0
@@ -65,6 +67,10 @@ class TimedRun(Listener):
         self._samples += leading_size(batch) or 0
         if self.counter.step <= FIRST_STEPS:
             self._seen.look_at(iterator)
+
+    def goes_back(self, loss: torch.Tensor) -> None:
+        """Count the passes of the first steps."""
+        self._passes += 1
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """The first time, see whose loop it is."""
@@ -87,7 +93,13 @@ class TimedRun(Listener):
         told["seconds"] = None if self._begun is None else now - self._begun
         told["age_s"] = now - self._born
         if self._begun is None:
-            told["facts"] = {**facts_of(self.counter, self._seen), "framework": self._framework}
+            told["facts"] = {
+                **facts_of(self.counter, self._seen),
+                "data_parallel": facts_of_data_parallel(
+                    self.counter.models, self._passes / max(1, self.counter.updates)
+                ),
+                "framework": self._framework,
+            }
         self._report(told)
         self._stop_before = number + int(self._receive()["go"])
         self._waited_s, self._samples = 0.0, 0

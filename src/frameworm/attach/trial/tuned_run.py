@@ -21,13 +21,14 @@ class TunedRun:
         script: The Python file.
         arguments: What follows it.
         tuned: The file that `frameworm tune` wrote.
+        world_size: How many processes run it.
 
     Raises:
         ConfigError: The file is none of those, or belongs to something else.
         EnvironmentSetupError: There is no such script.
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], tuned: Path) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], tuned: Path, world_size: int = 1) -> None:
         check_script(script)
         self.script, self.arguments = script, list(arguments)
         found = _read(tuned)
@@ -35,7 +36,7 @@ class TunedRun:
         self._fingerprint: Mapping[str, Any] = found.get("fingerprint") or {}
         self.facts: Mapping[str, Any] = found.get("facts") or {}
         self._speedup: Mapping[str, Any] = found.get("speedup") or {}
-        others = differences(self._fingerprint, fingerprint_of(script, arguments))
+        others = differences(self._fingerprint, fingerprint_of(script, arguments, world_size))
         if others:
             raise ConfigError(
                 f"{tuned} does not hold here: {'; '.join(others)}. Tune the script again, or run it without `--with`"

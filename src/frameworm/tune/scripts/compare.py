@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ LEADER, CANDIDATE = "leader", "candidate"
 
 
 def evidence_of(
-    folder: Path, steps: Sequence[int], moved: Sequence[str], name: str, unit: float, expected: str = LEADER
+    folders: Sequence[Path], steps: Sequence[int], moved: Sequence[str], name: str, unit: float, expected: str = LEADER
 ) -> Evidence:
     """Hold a run against the one that led.
 
     Args:
-        folder: Where the runs wrote.
+        folders: Where the runs wrote, one for each of their processes.
         steps: Compared steps.
         moved: Names of the runs that show the noise: perturbed, or just repeated.
         name: Of the run in question.
@@ -32,7 +33,7 @@ def evidence_of(
     updates: dict[str, float] = {}
     before: list[StepEvidence] = []
     after: list[StepEvidence] = []
-    for step in steps:
+    for folder, step in product(folders, steps):
         leader, other, plain = (_noted(folder, who, step) for who in (LEADER, name, expected))
         noise_runs = [_noted(folder, who, step) for who in moved]
         if leader is None or other is None or plain is None or None in noise_runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ Facts = Mapping[str, Any]
 # A loader that is waited for less than this is fast enough.
 _WAITS = 0.03
 _MOST_WORKERS = 4
+_MOST_BUCKET_MIB = 200
+_NOT_GATHERED = "no DistributedDataParallel gathers its gradients"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,37 @@ def _of_images(facts: Facts) -> bool:
     return _on_gpu(facts) and bool(facts["convolutions"])
 
 
+def _bucket(facts: Facts) -> dict[str, Any]:
+    """Everything at once, up to a size from which on a network is no faster."""
+    gathered = facts["data_parallel"] or {"gradient_mib": 0.0}
+    return {"bucket_mib": math.ceil(min(_MOST_BUCKET_MIB, max(1.0, gathered["gradient_mib"])))}
+
+
+def _why_no_bucket(facts: Facts) -> str | None:
+    gathered = facts["data_parallel"]
+    if gathered is None:
+        return _NOT_GATHERED
+    return _first(
+        (gathered["gradient_mib"] <= gathered["bucket_mib"], "its gradients fit into one bucket"),
+        (_bucket(facts)["bucket_mib"] <= gathered["bucket_mib"], "its buckets are as large already"),
+    )
+
+
+def _why_no_views(facts: Facts) -> str | None:
+    gathered = facts["data_parallel"]
+    return _NOT_GATHERED if gathered is None else _first((gathered["bucket_views"], "already on"))
+
+
+def _why_not_once(facts: Facts) -> str | None:
+    gathered = facts["data_parallel"]
+    if gathered is None:
+        return _NOT_GATHERED
+    return _first(
+        (gathered["passes_per_update"] < 2, "it makes one pass per update"),
+        (gathered["hooked"], "it gathers by a hook of its own"),
+    )
+
+
 SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ScriptKnob(
         lambda facts: {"tf32": True},
@@ -104,5 +138,8 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
         lambda facts: 0.1,
         lambda facts: _first((not _of_images(facts), "no convolutions on a GPU")),
     ),
+    ScriptKnob(lambda facts: {"gather_once": True}, lambda facts: 0.3, _why_not_once),
+    ScriptKnob(lambda facts: {"bucket_views": True}, lambda facts: 0.05, _why_no_views),
+    ScriptKnob(_bucket, lambda facts: 0.05, _why_no_bucket),
     ScriptKnob(lambda facts: {"compile": True}, lambda facts: 0.25, _why_not_compiled, 20.0),
 )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +55,15 @@ class Stand:
     facts: dict[str, Any]
 
 
+@dataclass
+class _End:
+    """This side of what leads to a process: where to write, where to read, and what was read of a next line."""
+
+    commands: int
+    reports: int
+    waiting: bytes = b""
+
+
 class ScriptProcess:
     """One trial; to be used in a `with` statement, which kills it and all that it has started.
 
@@ -68,9 +78,9 @@ class ScriptProcess:
         self.job = job
         self.log = place / f"{job.name or job.role}.log"
         self._deadline = deadline
-        self._waiting = b""
-        commands, self._commands = os.pipe()
-        self._reports, reports = os.pipe()
+        pipes = [(os.pipe(), os.pipe()) for _ in job.ranks or [{}]]
+        commands, reports = [to[0] for to, _ in pipes], [back[1] for _, back in pipes]
+        self._ends = [_End(to[1], back[0]) for to, back in pipes]
         path = place / f"{job.name or job.role}.json"
         replace(job, commands=commands, reports=reports).write(path)
         try:
@@ -80,12 +90,12 @@ class ScriptProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(commands, reports),
+                    pass_fds=(*commands, *reports),
                     start_new_session=True,
                 )
         finally:
-            os.close(commands)
-            os.close(reports)
+            for number in (*commands, *reports):
+                os.close(number)
 
     def __enter__(self) -> ScriptProcess:
         return self
@@ -96,14 +106,20 @@ class ScriptProcess:
         self.close()
 
     def stand(self) -> Stand:
-        """Wait until it stands.
+        """Wait until it stands, with all of its processes.
 
         Raises:
             ScriptError: It does not.
         """
         told = self.hear("stand")
+        seconds = [item["seconds"] for item in told if item["seconds"] is not None]
         return Stand(
-            told["seconds"], told["done"], told["wait_s"], told["samples"], told["age_s"], told.get("facts", {})
+            max(seconds, default=None),
+            told[0]["done"],
+            max(item["wait_s"] for item in told),
+            sum(item["samples"] for item in told),
+            max(item["age_s"] for item in told),
+            {**told[0].get("facts", {}), "world_size": len(told)},
         )
 
     def go(self, steps: int) -> Stand:
@@ -112,20 +128,24 @@ class ScriptProcess:
         Raises:
             ScriptError: It ends or fails on the way.
         """
-        with suppress(BrokenPipeError):
-            os.write(self._commands, json.dumps({"go": steps}).encode() + b"\n")
+        for end in self._ends:
+            with suppress(BrokenPipeError):
+                os.write(end.commands, json.dumps({"go": steps}).encode() + b"\n")
         return self.stand()
 
-    def hear(self, event: str) -> dict[str, Any]:
-        """The next report of a kind; others before it are passed over.
+    def hear(self, event: str) -> list[dict[str, Any]]:
+        """The next report of a kind from each of its processes; others before it are passed over.
 
         Raises:
             ScriptError: There is none.
         """
+        heard: dict[int, dict[str, Any]] = {}
         while True:
-            told = self._next()
+            place, told = self._next([place for place in range(len(self._ends)) if place not in heard])
             if told["event"] == event:
-                return told
+                heard[place] = told
+                if len(heard) == len(self._ends):
+                    return [heard[place] for place in range(len(heard))]
             if told["event"] == "end":
                 if told["status"] != "completed":
                     tail = self._tail()
@@ -133,21 +153,28 @@ class ScriptProcess:
                     raise ScriptError(f"the script itself fails{tail}{asks}")
                 raise ScriptEndedError(_why_ended(told), told["steps"])
 
-    def _next(self) -> dict[str, Any]:
-        while b"\n" not in self._waiting:
+    def _next(self, places: Sequence[int]) -> tuple[int, dict[str, Any]]:
+        """The next report of one of these processes, and whose it is."""
+        while True:
+            for place in places:
+                end = self._ends[place]
+                if b"\n" in end.waiting:
+                    line, _, end.waiting = end.waiting.partition(b"\n")
+                    return place, json.loads(line)
             left_s = self._deadline - time.monotonic()
-            ready, _, _ = select.select([self._reports], [], [], max(0.0, left_s))
+            numbers = {self._ends[place].reports: place for place in places}
+            ready, _, _ = select.select(list(numbers), [], [], max(0.0, left_s))
             if not ready:
                 raise ScriptError("it made no further step before its time was over")
-            read = os.read(self._reports, 65536)
-            if not read:
-                raise ScriptError(self._why_gone())
-            self._waiting += read
-        line, _, self._waiting = self._waiting.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        return told
+            for number in ready:
+                read = os.read(number, 65536)
+                if not read:
+                    raise ScriptError(self._why_gone(numbers[number]))
+                self._ends[numbers[number]].waiting += read
 
-    def _why_gone(self) -> str:
+    def _why_gone(self, place: int) -> str:
+        if len(self._ends) > 1:
+            return f"the process of rank {place} died{self._tail()}"
         try:
             code = self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -169,10 +196,10 @@ class ScriptProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for number in (self._commands, self._reports):
-            with suppress(OSError):
-                os.close(number)
-        self._commands = self._reports = -1
+        for end in self._ends:
+            os.close(end.commands)
+            os.close(end.reports)
+        self._ends = []
 
 
 def _why_ended(told: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from frameworm.attach.trial.switches import WORDS, Switches
 from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
 from frameworm.guard.gain import Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Proof, prove
+from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
 from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob
 from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
@@ -45,6 +46,7 @@ _LOOK_S = 2.0
 _COPIES_BYTES, _ROOM_BYTES = 16, 2 * 2**30
 # What the last trial may take beyond the budget.
 _OVER = 0.1
+_PORT = 29400
 # A patch may be so much slower than the switches, by the upper end of what was measured.
 _AS_FAST = 0.98
 
@@ -59,6 +61,7 @@ class ScriptSearch:
         budget_s: What all of it may take.
         module: Its name where it runs as with `python -m`.
         isolated: Trials write nothing that stays.
+        ranks: Of a script of several processes the variables of each, where they differ from this process's.
         tell: Is told what goes on.
     """
 
@@ -71,12 +74,16 @@ class ScriptSearch:
         *,
         module: str | None = None,
         isolated: bool = True,
+        ranks: Sequence[dict[str, str | None]] = (),
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._script, self._arguments, self._module = script, list(arguments), module
         self._place = folder / "trials"
         shutil.rmtree(self._place, ignore_errors=True)
-        self._place.mkdir(parents=True)
+        self._ranks = list(ranks)
+        self._folders = [self._place / f"rank{rank}" for rank in range(len(ranks))] or [self._place]
+        for path in self._folders:
+            path.mkdir(parents=True)
         self._ends = time.monotonic() + budget_s
         self._budget_s = budget_s
         self._tell = tell
@@ -87,7 +94,9 @@ class ScriptSearch:
         self._expects = False
         self._setup_s: float | None = None
         shown = ["-m", module] if module else [str(script)]
-        self.result = ScriptResult([*shown, *arguments], fingerprint_of(script, arguments), isolated)
+        self.result = ScriptResult(
+            [*shown, *arguments], fingerprint_of(script, arguments, max(1, len(ranks))), isolated
+        )
 
     def run(self) -> ScriptResult:
         """Search until nothing is left to try, or the time is over."""
@@ -188,11 +197,10 @@ class ScriptSearch:
         self._tell(f"trying {attempt.label}")
         try:
             windows = self._time_both(result.switches, candidate)
-            gain = speedup_of(windows)
-            if gain is None or gain.high < 1 + MINIMUM_GAIN:
-                attempt.proof = prove(windows, None)
-                attempt.status = "rejected"
-                attempt.reason = attempt.proof.checks[0].detail
+            gain = prove(windows, None)
+            if gain.checks[0].passed is not True:  # whatever it computes
+                attempt.proof, attempt.reason = gain, gain.checks[0].detail
+                attempt.status = "inconclusive" if gain.checks[0].passed is None else "rejected"
             else:
                 self._tell(f"proving {attempt.label}")
                 attempt.proof = prove(windows, self._compare(candidate))
@@ -307,12 +315,12 @@ class ScriptSearch:
             if not self._expects:
                 runs.append((_EXPECTED, Switches(autocast=candidate.autocast), 0))
         runs.append((CANDIDATE, candidate, 0))
-        small = _COPIES_BYTES * self.result.facts["parameters"] * len(runs) < _ROOM_BYTES
+        small = _COPIES_BYTES * self.result.facts["parameters"] * len(runs) * len(self._folders) < _ROOM_BYTES
         for together in [runs] if small else [[run] for run in runs]:
             self._note(together, steps, source)
         self._led, self._expects = True, self._expects or expected == _EXPECTED
         unit = ROUNDING_UNITS["bf16"] if candidate.autocast != "off" else self._unit(candidate)
-        return evidence_of(self._place, steps, _NOISE, CANDIDATE, unit, expected)
+        return evidence_of(self._folders, steps, _NOISE, CANDIDATE, unit, expected)
 
     def _unit(self, switches: Switches) -> float:
         facts = self.result.facts
@@ -325,8 +333,9 @@ class ScriptSearch:
         with ExitStack() as all_of_them:
             processes = []
             for name, switches, perturbed in runs:
-                for path in self._place.glob(f"{name}-*.pt"):
-                    path.unlink()
+                for folder in self._folders:
+                    for path in folder.glob(f"{name}-*.pt"):
+                        path.unlink()
                 role: Role = "lead" if name == LEADER else "follow"
                 text = source if name == CANDIDATE else None
                 started = self._start(switches, name, role, steps, perturbed, text)
@@ -360,6 +369,9 @@ class ScriptSearch:
             perturbed=perturbed,
             unit=self._unit(Switches()) if self.result.facts else ROUNDING_UNITS["fp32"],
             isolated=self.result.isolated,
+            ranks=self._ranks,
+            # Where trials have a network of their own, every port of it is free.
+            port=(_PORT if self.result.isolated else free_port()) if self._ranks else 0,
         )
         return ScriptProcess(job, self._place / "processes", self._ends + _OVER * self._budget_s)
 

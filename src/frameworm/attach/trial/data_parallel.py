@@ -1,0 +1,177 @@
+"""Switches for models that DistributedDataParallel trains: how gradients are gathered, and how often.
+
+A loop that adds up gradients over several passes needs their average over the processes once, before the update. Loops
+that do not say so gather after every pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.trial.switches import Switches
+
+_Function = Callable[..., Any]
+_BYTES_PER_MIB = 2**20
+
+
+def intercept_data_parallel(switches: Switches, patches: Patches) -> None:
+    """Set what belongs to DistributedDataParallel."""
+    if switches.bucket_mib or switches.bucket_views:
+        patches.set(DistributedDataParallel, "__init__", functools.partial(_with_buckets, switches))
+    if switches.gather_once:
+        GatherOnce().install(patches)
+
+
+def _with_buckets(switches: Switches, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        if switches.bucket_mib and kwargs.get("bucket_cap_mb") is None:
+            kwargs["bucket_cap_mb"] = switches.bucket_mib
+        if switches.bucket_views:
+            kwargs.setdefault("gradient_as_bucket_view", True)
+        original(self, *args, **kwargs)
+
+    return initialise
+
+
+@dataclass
+class _Accumulation:
+    """How a model's gradients are added up.
+
+    Attributes:
+        model: The model.
+        passes: Since the last update.
+        before: Passes of the update before.
+        expected: Passes of an update; 0: not known.
+        owed: Gradients were added up and not gathered.
+    """
+
+    model: DistributedDataParallel
+    passes: int = 0
+    before: int = 0
+    expected: int = 0
+    owed: bool = False
+
+
+class GatherOnce:
+    """Lets only the last pass before an update gather gradients, once two updates in a row took as many passes.
+
+    Where an update comes after fewer passes than that, or not all parameters are used in all passes, gradients are
+    averaged right before the update, so that the result is the same in any case.
+    """
+
+    def __init__(self) -> None:
+        self._followed: list[_Accumulation] = []
+
+    def install(self, patches: Patches) -> None:
+        """Watch passes, and what needs whole gradients."""
+        patches.set(DistributedDataParallel, "forward", self._passing)
+        for owner in (nn.utils, nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
+                patches.set(owner, name, self._needing)
+        patches.set(torch.amp.GradScaler, "unscale_", self._needing)
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._settle())
+        register_optimizer_step_post_hook(self._updated)
+
+    def _of(self, model: DistributedDataParallel) -> _Accumulation:
+        for known in self._followed:
+            if known.model is model:
+                return known
+        self._followed.append(_Accumulation(model))
+        return self._followed[-1]
+
+    def _passing(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or not torch.is_grad_enabled():
+                return original(model, *args, **kwargs)
+            known = self._of(model)
+            known.passes += 1
+            if not model.require_backward_grad_sync:  # the loop says so itself
+                return original(model, *args, **kwargs)
+            # The last pass would leave out what only passes before it have used.
+            looks_for_unused = model.find_unused_parameters and not model.static_graph
+            known.owed = known.passes < known.expected or (known.expected > 0 and looks_for_unused)
+            if not known.owed:
+                return original(model, *args, **kwargs)
+            with model.no_sync():
+                result = original(model, *args, **kwargs)
+            model.require_forward_param_sync = True  # buffers are handed on before each pass, as without this
+            return result
+
+        return keep_compiler_out(forward)
+
+    def _needing(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def use_gradients(*args: Any, **kwargs: Any) -> Any:
+            self._settle()
+            return original(*args, **kwargs)
+
+        return use_gradients
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Average gradients that no pass has gathered; all processes come here at the same place of the loop."""
+        for known in self._followed:
+            if known.owed:
+                known.owed = False
+                if known.passes < known.expected:
+                    known.expected = 0  # the loop is not as it seemed; learn again
+                _average_gradients(known.model)
+
+    def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        updated = {item for group in optimizer.param_groups for item in group["params"]}
+        for known in self._followed:
+            if known.passes and any(item in updated for item in known.model.parameters()):
+                known.expected = known.passes if known.passes == known.before else known.expected
+                known.before, known.passes = known.passes, 0
+
+
+def _average_gradients(model: DistributedDataParallel) -> None:
+    """What DistributedDataParallel does in passes, in one go for all gradients of a kind."""
+    group, world_size = model.process_group, dist.get_world_size(model.process_group)
+    parameters = [item for item in model.module.parameters() if item.requires_grad]
+    used = torch.tensor([item.grad is not None for item in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for item, anywhere in zip(parameters, used.tolist()):
+        if anywhere:
+            item.grad = torch.zeros_like(item) if item.grad is None else item.grad
+            kinds.setdefault(item.dtype, []).append(item.grad)
+    for gradients in kinds.values():
+        together = torch.cat([item.reshape(-1) for item in gradients]) / world_size
+        dist.all_reduce(together, group=group)
+        for item, part in zip(gradients, together.split([item.numel() for item in gradients])):
+            item.copy_(part.view_as(item))
+
+
+def facts_of_data_parallel(models: list[nn.Module], passes_per_update: float) -> dict[str, Any] | None:
+    """What decides which of these switches mean something; None where no model is trained so.
+
+    Args:
+        models: Those that are trained.
+        passes_per_update: Backward passes, on average over the first updates.
+    """
+    found = [item for item in models if isinstance(item, DistributedDataParallel)]
+    if not found:
+        return None
+    model = found[0]
+    size = sum(item.numel() * item.element_size() for item in model.parameters() if item.requires_grad)
+    return {
+        "gradient_mib": size / _BYTES_PER_MIB,
+        "bucket_mib": model.bucket_bytes_cap / _BYTES_PER_MIB,
+        "bucket_views": bool(model.gradient_as_bucket_view),
+        "passes_per_update": passes_per_update,
+        "hooked": bool(model._comm_hooks),
+    }
