@@ -64,9 +64,12 @@ class TunedRun:
     def _attach(self) -> None:
         from frameworm.attach.patches import Patches
         from frameworm.attach.trial.interception import intercept
+        from frameworm.attach.trial.provenance import sign_saved_files
         from frameworm.attach.trial.timing import SwitchedRun
 
-        SwitchedRun(intercept(self.switches, Patches()), self._fingerprint.get("device")).counter.install()
+        patches = Patches()
+        sign_saved_files(self.to_dict(), patches)
+        SwitchedRun(intercept(self.switches, patches), self._fingerprint.get("device")).counter.install()
 
 
 def _read(tuned: Path) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Writes into files of weights that a script saves what was switched on while it trained.
+
+A file of `torch.save` is an archive: it gets one more entry, `frameworm.json`, which `torch.load` passes over. A file
+of safetensors gets one more word in its header. What the script saved stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from frameworm.attach.patches import Patches
+from frameworm.attach.script import AfterImport
+
+ENTRY = "frameworm.json"
+_Function = Callable[..., Any]
+
+
+def sign_saved_files(about: Mapping[str, Any], patches: Patches) -> None:
+    """Add words to every file of weights that is saved from now on.
+
+    Args:
+        about: What to say.
+        patches: Undoes it.
+    """
+    words = json.dumps(dict(about))
+    if hasattr(torch.serialization, "_save"):  # where torch writes the entries of an archive
+        patches.set(torch.serialization, "_save", functools.partial(_saving, words.encode()))
+    AfterImport("safetensors.torch", functools.partial(_sign_safetensors, words, patches)).arm()
+
+
+def _saving(words: bytes, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def save(obj: Any, archive: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(obj, archive, *args, **kwargs)
+        archive.write_record(ENTRY, words, len(words))
+        return result
+
+    return save
+
+
+def _sign_safetensors(words: str, patches: Patches) -> None:
+    patches.set(sys.modules["safetensors.torch"], "save_file", functools.partial(_saving_safetensors, words))
+
+
+def _saving_safetensors(words: str, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def save_file(
+        tensors: Any, filename: Any, metadata: dict[str, str] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(tensors, filename, {**(metadata or {}), "frameworm": words}, *args, **kwargs)
+
+    return save_file
