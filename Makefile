@@ -8,9 +8,9 @@ SEED ?= 1
 # One more than there are cores: many tests wait for processes to start or for delays they injected.
 JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help setup demo test equivalence kernels lint format bench campaign docs clean
+.PHONY: help setup demo test test-slow equivalence kernels lint format bench campaign docs clean
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -26,10 +26,13 @@ demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be
 	@echo
 	@$(BIN)/frameworm tune --config configs/quickstart.yaml --budget 3m --out "$$(mktemp -d)/tune"
 
-test: $(STAMP)  ## the whole test suite, in parallel, SLURM beside it; what measures delays comes last, alone
+test: $(STAMP)  ## the tests that take seconds at most, in parallel: some minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not timing and not cluster" tests
+
+test-slow: $(STAMP)  ## all other tests, SLURM beside them; what measures delays comes last, alone: half an hour
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m pytest -m "cluster and not timing" tests > "$$log" 2>&1 & cluster=$$!; \
-	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not timing and not cluster" tests || failed=1; \
+	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not timing and not cluster" tests || failed=1; \
 	wait $$cluster || failed=1; cat "$$log"; exit $$failed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m timing tests
 

@@ -84,6 +84,7 @@ def test_what_is_refused_without_a_gpu(claim: str) -> None:
         NEED_NO_GPU[claim]()
 
 
+@pytest.mark.slow
 def test_what_is_done_differently() -> None:
     assert trainer().train(loader(10)).steps == 3  # the last, short step is trained
     model = nn.Linear(4, 2)

@@ -42,6 +42,7 @@ def test_every_public_name_is_used_in_an_example(module: object) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::UserWarning")  # of some processors' bf16
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[re.sub(r"\W+", "_", title) for title, _ in EXAMPLES])
 def test_the_example_runs(title: str, code: str) -> None:

@@ -57,6 +57,7 @@ def test_every_measuring_name_has_its_section() -> None:
     assert expected <= set(frameworm.distributed.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["compressor = GradientCompressor(", "benchmark_compression("])
 def test_examples_of_one_process_run(tmp_path: Path, name: str) -> None:
     (text,) = (text for text in examples("communication.md") if name in text)
@@ -65,6 +66,7 @@ def test_examples_of_one_process_run(tmp_path: Path, name: str) -> None:
     assert ran(str(script)).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["enable_gradient_compression(", "CompressedDDP("])
 def test_examples_of_several_ranks_run(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     (text,) = (text for text in examples("communication.md") if f"{name}" in text and "torchrun" in text)

@@ -276,6 +276,7 @@ def test_time_to_accuracy_and_differences_by_seed(benchmark: Benchmark) -> None:
     assert "exit code 1" in accuracy.draw("ag_news", result, comparable=False)
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_says_why(benchmark: Benchmark, tmp_path: Path) -> None:
     accuracy = benchmark("accuracy")
     trial = accuracy.Trial("ag_news", "plain", 0, ("data.root=/nowhere", "gpu.device=cpu"))

@@ -46,6 +46,7 @@ def test_the_window_holds_the_same_steps_however_far_a_loop_reads_ahead(
     assert seen[:4] == [10, 20, 30, 10]
 
 
+@pytest.mark.slow
 def test_rounds_take_turns_and_the_first_does_not_count(harness: ModuleType) -> None:
     order: list[str] = []
 

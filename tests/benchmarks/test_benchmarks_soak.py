@@ -61,6 +61,7 @@ def test_a_few_points_prove_no_leak(soak: ModuleType) -> None:
         assert soak.trend([1e6 * cycle for cycle in range(count)]).low < 0
 
 
+@pytest.mark.slow
 def test_other_numbers_are_a_drift(soak: ModuleType, tmp_path: Path) -> None:
     whole, _ = soak.train(tmp_path / "whole", "cpu", ())
     assert len(whole.steps) == soak.STEPS

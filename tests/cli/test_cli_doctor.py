@@ -163,6 +163,7 @@ def test_usage(here: CommandLine, machine: Any, arguments: tuple[str, ...], word
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_this_machine_as_a_user_would(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "frameworm", "doctor", "--json"],

@@ -125,6 +125,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), SETTINGS)
 def test_impossible_settings(refusal: Refusal, settings: list[str], words: list[str]) -> None:
     assert_says(refusal.everywhere("--config", QUICKSTART, *_set(*settings)), words)
@@ -430,6 +431,7 @@ def test_what_fails_after_the_run_folder_was_made_takes_it_away(
     assert_says(message, ["observe.sinks", "pip install 'frameworm[tensorboard]'"])
 
 
+@pytest.mark.slow
 def test_real_command_line_refuses_alike(cli: Callable[..., Any], tmp_path: Path) -> None:
     """Once with nothing patched, as a user types it."""
     run = _make_run(tmp_path / "run")

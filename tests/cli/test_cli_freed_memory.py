@@ -51,11 +51,13 @@ def printed(program: str, **variables: str) -> str:
     return ended.stdout.split()[-1]
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_before_torch_is_loaded_unless_the_user_did() -> None:
     assert printed(_ASKED) == "10000"
     assert printed(_ASKED, MIMALLOC_PURGE_DELAY="10") == "10"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _has_mimalloc(), reason="this torch is built without mimalloc, as those for x86 are")
 def test_memory_that_a_step_frees_stays_for_the_next() -> None:
     anew = int(printed(_FAULTS, MIMALLOC_PURGE_DELAY="10"))

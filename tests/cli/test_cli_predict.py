@@ -22,6 +22,7 @@ def frameworm(
         yield line
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded_and_predicted(frameworm: CommandLine) -> None:
     settings = ("training.max_steps=16", "model.d_model=32", "model.num_layers=1", "training.global_batch=8")
     words = [word for setting in settings for word in ("--set", setting)]

@@ -105,6 +105,7 @@ def test_exit_code_and_traceback_are_the_scripts_own(line: str, code: int, cli: 
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_interrupt_exits_with_130(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "frameworm", "profile", "--out", str(tmp_path / "run"), str(script)]
@@ -162,6 +163,7 @@ def test_json_comes_after_the_scripts_output(cli: Cli, tmp_path: Path) -> None:
     assert Path(record["run_dir"]).name.startswith("profile-script-")
 
 
+@pytest.mark.slow
 def test_children_of_the_script_do_not_sum_up(cli: Cli, tmp_path: Path) -> None:
     script = write(
         tmp_path,

@@ -123,6 +123,7 @@ def test_workers_of_a_launcher_start_no_sweep(frameworm: CommandLine, monkeypatc
     assert "without torchrun or srun" in end.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_makes_the_exit_code_1(frameworm: CommandLine) -> None:
     broken = frameworm.folder / "broken.yaml"
     broken.write_text("workload: nowhere_at_all:build\ngpu: {device: cpu}\n", encoding="utf-8")

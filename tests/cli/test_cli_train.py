@@ -107,6 +107,7 @@ def here(
         yield run
 
 
+@pytest.mark.slow
 def test_training_ends_with_its_summary(run: Run) -> None:
     quality = run.summary["quality"]
     assert "quickstart · completed · CPU" in run.stdout
@@ -483,6 +484,7 @@ def test_the_script_trains_alone_and_under_torchrun(
     assert (summary["batch"]["world_size"], summary["batch"]["global"]) == (world_size, 32)
 
 
+@pytest.mark.slow
 def test_a_run_that_could_save_nothing_exits_with_1(tmp_path: Path) -> None:
     """No file may be larger than 1 MiB, and the state is."""
     words = [f"--set={item}" for item in (*TINY, "model.dim_feedforward=8192", "training.max_steps=2")]

@@ -40,6 +40,7 @@ def test_stored_runs_are_judged_compared_and_predicted() -> None:
     json.dumps(predicted.to_dict())
 
 
+@pytest.mark.slow
 @covers("api.plan_memory")
 @pytest.mark.parametrize("as_file", [True, False])
 def test_memory_is_planned(as_file: bool) -> None:

@@ -130,6 +130,7 @@ def test_mixed_precision_by_a_keyword_of_other_trainers(name: str) -> None:
     assert trainer(**{name: False}).config.gpu.mixed_precision == trainer().config.gpu.mixed_precision
 
 
+@pytest.mark.slow
 @covers("Trainer.enable_gradient_checkpointing")
 def test_gradient_checkpointing_leaves_the_numbers_as_they_are() -> None:
     class Block(nn.Sequential):
@@ -147,6 +148,7 @@ def test_gradient_checkpointing_leaves_the_numbers_as_they_are() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @covers("Trainer.enable_compile")
 def test_compiled_training_trains() -> None:
     made = trainer()
@@ -291,6 +293,7 @@ def test_the_monitoring_loop_that_people_copy(capsys: pytest.CaptureFixture[str]
     assert "forward" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @covers("BottleneckAnalyzer.analyze", "BottleneckAnalyzer:untouched")
 def test_the_analyzer_tells_where_time_goes_and_touches_nothing() -> None:
     model = classifier()

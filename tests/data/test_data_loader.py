@@ -295,6 +295,7 @@ class Broken(Numbers):
 
 
 # torch takes five seconds to end a worker that has raised.
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_workers_error_surfaces(workers: int) -> None:
     batches = iter(create(Broken(8), 2, num_workers=workers, shuffle=False))

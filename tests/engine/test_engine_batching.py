@@ -54,6 +54,7 @@ def test_packed_steps_give_the_losses_of_padded_ones(tmp_path: Path, data_cache_
     assert len({step["padded_tokens"] for step in full}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batching", "stop_after"), [("packed", 5), ("packed", 7), ("bucketed", 10)])
 def test_a_stopped_run_goes_on_exactly(batching: str, stop_after: int, tmp_path: Path, data_cache_dir: Path) -> None:
     through = train(tmp_path / "through", data_cache_dir, dropout=0.2, batching=batching)
@@ -96,6 +97,7 @@ def _notes_of_both_ways(rank: int, world_size: int, cache: Path) -> tuple[list[s
     return by_config.notes, by_loader.notes
 
 
+@pytest.mark.slow
 def test_a_batch_per_rank_is_noted(run_ranks: Callable[..., list[Any]], data_cache_dir: Path) -> None:
     by_config, by_loader = run_ranks(_notes_of_both_ways, args=(data_cache_dir,))[0]
     assert sum("the global batch is 16: training.batch_size" in note for note in by_config) == 1

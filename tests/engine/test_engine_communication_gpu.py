@@ -95,7 +95,6 @@ def _check(found_s: float, planted_s: float, backend: str, what: str) -> None:
     assert abs(found_s - planted_s) <= tolerance_s, f"{what}: {1e3 * found_s:.1f} ms, planted {1e3 * planted_s:.1f} ms"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_two_ranks_on_one_gpu(run_ranks: Ranks, backend: str) -> None:
     first, second = run_ranks(_everything, args=(backend,), timeout_s=150)

@@ -73,6 +73,7 @@ def refused_or_done(action: Callable[[], object]) -> None:
         action()
 
 
+@pytest.mark.slow
 @few
 @given(steps=lines(STEP), summary=changed({"name": "x", "status": "completed", "environment": {}, "batch": {}}))
 def test_a_run_folder_of_anything(tmp_path: Path, steps: bytes, summary: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from frameworm.config.load import load_config_from_mapping
 from frameworm.config.schema import Config
 from frameworm.data.steps import StepBatch
@@ -44,6 +46,7 @@ def small_config() -> Config:
     return resolve_here(load_config_from_mapping(values, environ={}), 1)
 
 
+@pytest.mark.slow
 def test_validation_on_the_way_leaves_training_as_it_is() -> None:
     config = small_config()
     ends = []
@@ -75,6 +78,7 @@ class Resets(Gate):
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_figures_that_start_over_hold_later_steps_only() -> None:
     config = small_config()
     shares = []

@@ -157,7 +157,6 @@ def _refuses(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-@pytest.mark.slow
 def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
     expected = [
         *["StateError: the optimizer has taken steps already"] * 3,
@@ -187,7 +186,6 @@ def _from_outside(rank: int, world_size: int) -> str:
     return "nothing"
 
 
-@pytest.mark.slow
 def test_a_weight_used_from_outside_is_explained(run_ranks: Callable[..., list[Any]]) -> None:
     for message in run_ranks(_from_outside, 2, timeout_s=DEADLINE_S):
         assert "call the model, and its layers as layer(x)" in message

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 _PROGRAM = """
@@ -25,6 +27,7 @@ print("loaded", sorted({"sympy", "torch._dynamo", "torch._inductor", "torch.dist
 """
 
 
+@pytest.mark.slow
 def test_a_training_that_compiles_nothing_does_not_load_the_compiler(tmp_path: Path, data_cache_dir: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(QUICKSTART)],

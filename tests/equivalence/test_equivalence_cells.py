@@ -17,7 +17,6 @@ def test_one_process_trains_as_a_plain_loop(cell: Cell, pair: RankPair) -> None:
     assert verdict.kind != WRONG, verdict.detail
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in PAIRS if cell.ranks > 1], ids=str)
 def test_two_ranks_train_as_a_plain_loop(cell: Cell, pair: RankPair) -> None:
     verdict = judge(cell, pair)

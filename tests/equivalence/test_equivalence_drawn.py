@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from cells import Cell
@@ -171,6 +172,7 @@ def features(found: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([found["inputs"], found["more"]], dim=1)
 
 
+@pytest.mark.slow
 @some
 @given(trees(("inputs", "more", "labels")), st.sampled_from([1, 3]))
 def test_a_loss_of_model_and_batch_takes_batches_of_any_structure(tree: Any, accumulation: int) -> None:
@@ -228,6 +230,7 @@ def test_a_model_that_takes_the_batch_whole_trains_by_its_own_loss(tree: Any, ou
     check(judge_drawn(Cell(), make_of(way), None))
 
 
+@pytest.mark.slow
 @some
 @given(trees(("logits", "hidden")), st.sampled_from([1, 3]))
 def test_a_loss_function_gets_what_the_model_returned(tree: Any, accumulation: int) -> None:
@@ -307,6 +310,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, drawn: Numbers) -> Any:
     return None
 
 
+@pytest.mark.slow
 @some
 @given(numbers)
 def test_any_sizes_groups_and_interruptions(drawn: Numbers) -> None:

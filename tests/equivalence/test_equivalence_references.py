@@ -104,7 +104,6 @@ def by_torch(rank: int, cell: Cell) -> Trained:
     return Trained(recipe.state())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [
@@ -124,7 +123,6 @@ def test_ranks_played_by_one_process_train_as_torch_does(cell: Cell, pair: RankP
     assert list(compare(found, expected, TOLERANCE)) == []
 
 
-@pytest.mark.slow
 def test_plain_fsdp_cannot_train_sparse_gradients(pair: RankPair) -> None:
     """The reason of a refusal that is allowed."""
     with pytest.raises(RankError, match=r"(?i)sparse|not implemented|could not run"):

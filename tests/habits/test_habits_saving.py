@@ -295,13 +295,11 @@ def test_the_config_of_a_python_run_says_that_it_is_one(python_runs: Path) -> No
     assert yaml.safe_load((python_runs / "narrow" / "config.yaml").read_text())["workload"] == "python"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fact", ["own_training.py", "Narrow"])
 def test_the_config_of_a_python_run_names_its_script_and_model(fact: str, python_runs: Path) -> None:
     assert fact in (python_runs / "narrow" / "config.yaml").read_text()
 
 
-@pytest.mark.slow
 def test_training_by_the_config_of_a_python_run_is_explained(cli: Cli, python_runs: Path, tmp_path: Path) -> None:
     small = ("training.max_steps=1", "data.limit=32")
     done = completed(
@@ -315,7 +313,6 @@ def test_training_by_the_config_of_a_python_run_is_explained(cli: Cli, python_ru
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_evaluating_a_python_run_is_explained(cli: Cli, python_runs: Path) -> None:
     done = completed(cli, "evaluate", python_runs / "narrow")
     assert done.returncode == 2
@@ -323,7 +320,6 @@ def test_evaluating_a_python_run_is_explained(cli: Cli, python_runs: Path) -> No
     assert "embedding" not in done.stderr
 
 
-@pytest.mark.slow
 def test_a_report_keeps_python_runs_of_different_models_apart(cli: Cli, python_runs: Path, tmp_path: Path) -> None:
     done = completed(cli, "report", "--root", python_runs, "--out", tmp_path / "plots", "--json")
     report = json.loads(done.stdout)
@@ -332,7 +328,6 @@ def test_a_report_keeps_python_runs_of_different_models_apart(cli: Cli, python_r
     assert ("generated" in names, sorted(groups)) == (False, [["deep"], ["narrow"]])
 
 
-@pytest.mark.slow
 def test_the_list_of_runs_names_script_and_model(cli: Cli, python_runs: Path) -> None:
     rows = json.loads(completed(cli, "runs", python_runs, "--json").stdout)
     assert {row["workload"] for row in rows} == {"python own_training.py Narrow", "python own_training.py Deep"}

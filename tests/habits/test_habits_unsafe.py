@@ -204,6 +204,7 @@ def test_a_rank_of_profile_does_not_follow_a_link_in_the_place_of_a_note(
 # The folder that a command is started in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -245,6 +246,7 @@ def test_the_command_line_imports_nothing_from_the_working_folder(tmp_path: Path
     assert (ended.returncode, ended.stdout) == (0, "no runs in runs\n")
 
 
+@pytest.mark.slow
 def test_a_worker_finds_a_workload_in_the_working_folder_and_no_module_of_the_package_by_its_bare_name(
     tmp_path: Path,
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_worker_finds_a_workload_in_the_working_folder_and_no_module_of_the_pa
     assert str(Path(command[1]).parent) not in path, "`import data` would be frameworm.data"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot start multiprocessing otherwise")
 def test_a_search_imports_nothing_from_the_working_folder(tmp_path: Path, data_cache_dir: Path) -> None:
     for name in ("signal", "multiprocessing", "selectors"):
@@ -689,6 +692,7 @@ def test_a_deeply_nested_trace_is_answered_in_words(command: CommandLine, tmp_pa
     command.refuses("diagnose", tmp_path / "trace.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a": ' * 5_000, "a: &a [*a, *a]\n", "!!python/object/apply:os.abort []"]
 )

@@ -40,6 +40,7 @@ def test_off_the_gpu_it_is_the_plain_one() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_operation_and_its_gradients(compiled: bool) -> None:
     torch.manual_seed(1)

@@ -189,6 +189,7 @@ def test_packed_equals_padded_under_autocast() -> None:
     assert torch.allclose(logits, expected, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_packed_compiles_in_one_graph() -> None:
     model = small()
     input_ids, offsets, positions = packed([torch.tensor([3, 4]), torch.tensor([5])], 3, 8)

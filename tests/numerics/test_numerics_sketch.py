@@ -111,6 +111,5 @@ def sharded(rank: int, world_size: int) -> Any:
     return all(torch.equal(sketch(item), sketch(whole)) for item in divided)
 
 
-@pytest.mark.slow
 def test_a_sharded_tensor_has_the_sketch_of_the_whole(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(sharded, 2) == [True, True]

@@ -32,7 +32,6 @@ def _everything(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.slow
 def test_every_rank_gets_the_same_points(run_ranks: Ranks, world_size: int) -> None:
     (model, quick, told), *others = run_ranks(_everything, world_size)
     part = 4 * world_size
@@ -93,7 +92,6 @@ def _two_at_least(rank: int, world_size: int) -> Any:
     return probe_network(sizes=(64, 2**18, 2**24), budget_s=1e-6, repetitions=9).points
 
 
-@pytest.mark.slow
 def test_two_sizes_are_measured_whatever_they_take(run_ranks: Ranks) -> None:
     for points in run_ranks(_two_at_least):
         assert all([point.size_bytes for point in of_one] == [64, 2**18] for of_one in points.values())
@@ -112,7 +110,6 @@ def _within_a_group(rank: int, world_size: int) -> Any:
     return probe_network(pair, sizes=(64, 1024), repetitions=2).points
 
 
-@pytest.mark.slow
 def test_a_group_that_is_not_all_ranks(run_ranks: Ranks) -> None:
     outside, first, second = run_ranks(_within_a_group, 3)
     assert outside is None

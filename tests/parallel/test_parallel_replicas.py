@@ -42,7 +42,6 @@ def _differing(rank: int, world_size: int) -> str:
     return "nothing"
 
 
-@pytest.mark.slow
 def test_a_rank_that_strayed_is_named(run_ranks: Any) -> None:
     for text in run_ranks(_differing, 2):
         assert "after step 2" in text
@@ -70,7 +69,6 @@ def _averaged(rank: int, world_size: int) -> tuple[list[bool], list[float], floa
     return met, start.flatten().tolist(), float(model.seen), strategy.communicated_bytes(model)
 
 
-@pytest.mark.slow
 def test_copies_meet_in_the_middle(run_ranks: Any) -> None:
     results = run_ranks(_averaged, 2)
     torch.manual_seed(0)

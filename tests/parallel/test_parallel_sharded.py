@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,7 +68,6 @@ def _held(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.slow
 def test_state_is_really_divided(run_ranks: Callable[..., list[Any]]) -> None:
     whole = 4 * WIDTH * WIDTH * 4
     for found in run_ranks(_held, 2, timeout_s=DEADLINE_S):
@@ -96,7 +94,6 @@ def _gathered(rank: int, world_size: int) -> dict[str, list[bool]]:
     return found
 
 
-@pytest.mark.slow
 def test_only_zero2_keeps_layers_whole_until_backward(run_ranks: Callable[..., list[Any]]) -> None:
     for found in run_ranks(_gathered, 2, timeout_s=DEADLINE_S):
         assert found["zero2"] == [True, True, False]
@@ -137,7 +134,6 @@ def _public(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_the_public_optimizer_is_adam_in_parts(run_ranks: Callable[..., list[Any]]) -> None:
     for result in run_ranks(_public, 2, timeout_s=DEADLINE_S):
         assert result["own"] == 2

@@ -45,6 +45,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return Shell(monkeypatch, capsys)
 
 
+@pytest.mark.slow
 def test_the_verb_and_the_script_write_the_same(tmp_path: Path, shell: Shell) -> None:
     runs = tmp_path / "experiments"
     store_published(runs)

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_find_the_libraries_imported(tmp_path: Path) -> None:
     path = tmp_path / "asks.py"
     path.write_text(SCRIPT, encoding="utf-8")

@@ -223,14 +223,17 @@ class Output:
 
 def open_run(job: Job, parts: StepParts) -> Output:
     """Open the run folder with its writers, the listeners, the sampler and the store of checkpoints."""
-    config, strategy = job.config, job.strategy
-    tally = Tally()
     output = job.open_output()
     try:
-        listeners = output.listeners(strategy.rank, job.total_steps, parts.flops.mfu)
+        return _opened(job, parts, output)
     except BaseException:
         output.abandon()
         raise
+
+
+def _opened(job: Job, parts: StepParts, output: RunOutput) -> Output:
+    config, strategy, tally = job.config, job.strategy, Tally()
+    listeners = output.listeners(strategy.rank, job.total_steps, parts.flops.mfu)
     acting = [item for item in job.callbacks if not getattr(item, "must_not_break_training", False)]
     events = Events([tally, *listeners, *job.callbacks], acting)
     sampler = make_sampler(

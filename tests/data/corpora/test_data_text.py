@@ -149,6 +149,7 @@ def test_broken_rows_leave_no_cache(config: DataConfig, tmp_path: Path) -> None:
     assert len(load_text_classification(config, max_seq_len=4, seed=0).train) == 20
 
 
+@pytest.mark.slow
 def test_survives_pickling_and_loader_workers(data: TextData) -> None:
     copy = pickle.loads(pickle.dumps(data.train))
     assert torch.equal(copy[0]["input_ids"], data.train[0]["input_ids"])

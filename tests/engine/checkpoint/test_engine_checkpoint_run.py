@@ -52,6 +52,7 @@ def _steps(folder: Path) -> list[int]:
     return [item.step for item in list_checkpoints(folder / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_storage_that_fails_is_in_the_summary_and_training_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_storage_that_fails_is_in_the_summary_and_training_ends_well(
     assert _steps(tmp_path / "run") == [4, 16]
 
 
+@pytest.mark.slow
 def test_a_run_that_could_save_nothing_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_stopped_run_does_not_say_that_it_saved_what_it_could_not(
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "preempted"
 
 
+@pytest.mark.slow
 def test_the_best_epoch_is_saved_and_stays(tmp_path: Path) -> None:
     _, record = _train(tmp_path / "run", epochs=5, every_steps=8, keep=1, keep_best=1)
     losses = [epoch.val_loss for epoch in record.epochs]
@@ -127,6 +130,7 @@ def test_the_best_epoch_is_saved_and_stays(tmp_path: Path) -> None:
     assert torch.equal(expected, found)
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -286,6 +290,7 @@ class _TermInBackward(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_sigterm_while_gradients_accumulate_saves_after_the_step(tmp_path: Path, mode: str) -> None:
     expected, _ = _train(tmp_path / "whole", model=_TermInBackward(0), accumulation=4, every_steps=None)

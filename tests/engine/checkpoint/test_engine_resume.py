@@ -87,6 +87,7 @@ def _steps(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"steps-rank{rank}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "precision", "stop_after"),
     [
@@ -115,6 +116,7 @@ def test_resume_is_exact(tmp_path: Path, loader: str, precision: str, stop_after
         assert [step[name] for step in part_steps] == [step[name] for step in whole_steps]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     expected, _ = _train(tmp_path / "whole")
 
@@ -157,6 +159,7 @@ class Failing(Listener):
         raise ValueError("planted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [True, False])
 def test_sigterm_while_results_are_written_takes_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
@@ -185,6 +188,7 @@ def test_sigterm_while_results_are_written_takes_none_of_them(
     assert (tmp_path / "run" / "report.html").read_text() == "rendered"
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected, _ = _train(tmp_path / "whole")
     with pytest.raises(TrainingInterruptedError):
@@ -226,6 +230,7 @@ def _rank(rank: int, world_size: int, folder: str, stop_after: int | None, resum
         return None, None, str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["off", "fp16"])
 def test_resume_is_exact_on_two_ranks(run_ranks: Callable[..., Any], tmp_path: Path, precision: str) -> None:
     expected = run_ranks(_rank, 2, (str(tmp_path / "whole"), None, False, precision))
@@ -287,6 +292,7 @@ def _numbered_rank(rank: int, world_size: int, folder: str, stop_after: int | No
     return seen, record.status, record.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
     run_ranks: Callable[..., Any], tmp_path: Path, ranks: tuple[int, int]
@@ -316,6 +322,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
     assert any(f"{after} processes instead of {before}" in note for note in summary["notes"])
 
 
+@pytest.mark.slow
 def test_a_signal_within_a_compiled_step_saves_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM comes while step 4 computes: that step is finished, saved, and not repeated."""
     compile_ = torch.compile

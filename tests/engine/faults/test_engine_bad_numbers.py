@@ -160,7 +160,6 @@ def stop_on_rank_one(rank: int, world_size: int, folder: str) -> str:
     return "no error"
 
 
-@pytest.mark.slow
 def test_both_ranks_stop_at_the_same_step_and_name_the_rank(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     for rank, message in enumerate(run_ranks(stop_on_rank_one, args=(str(tmp_path),))):
         assert message.startswith("step 4 was the 4th bad one in a row: the loss is not finite on rank 1.")
@@ -255,6 +254,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_named(tmp_path: Path, work
     assert torch.equal(filled[0][3], data[5][0]), "the next sample that can be read takes the place"
 
 
+@pytest.mark.slow
 def test_by_default_such_a_sample_ends_the_training() -> None:
     with pytest.raises(ValueError, match="sample 3 is torn"):
         trainer(mlp()).train(loader(Torn(40, 3)))

@@ -142,6 +142,7 @@ def simulated(workload: Callable[[], Any], samples: int = 6, **settings: Any) ->
     return DryRun(model, batch, device="cpu", **settings).step(samples)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("precision", ["off", "bf16"])
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -329,7 +330,6 @@ def test_half_layers_are_as_fully_shard_calls_them() -> None:
     assert planned.kept == pytest.approx(really_kept(model, loss, batch), rel=0.03)
 
 
-@pytest.mark.slow
 def test_planner_runs_sharded_strategies_with_half_layers() -> None:
     told: list[str] = []
     settings = config(gpu={"mixed_precision": "bf16"}, training={"micro_batch": 64, "global_batch": 256})

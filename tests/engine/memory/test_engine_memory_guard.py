@@ -60,6 +60,7 @@ def _train(run_dir: Path, leak: Leak, resume: Path | None = None, **settings: An
     return trainer.train(DataLoader(classification(160), 4), epochs=2, resume=resume), parameters(model)
 
 
+@pytest.mark.slow
 def test_a_leak_is_warned_of_and_the_run_stops_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

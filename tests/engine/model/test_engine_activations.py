@@ -231,7 +231,6 @@ def _ddp(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
     return results
 
 
-@pytest.mark.slow
 def test_under_ddp(run_ranks: Callable[..., list[Any]]) -> None:
     first, second = run_ranks(_ddp, 2)
     for mode in MODES:

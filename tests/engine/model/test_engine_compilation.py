@@ -214,6 +214,7 @@ def names_of_graphs() -> Counter[str]:
     return Counter(str(event.co_name).rpartition("_")[0] for event in events if event.is_forward)
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [deep, two_widths, encoder_and_decoder])
@@ -257,6 +258,7 @@ def test_batches_of_many_widths_do_not_compile_again_and_again() -> None:
     assert names_of_graphs() == known
 
 
+@pytest.mark.slow
 @INNER
 def test_blocks_that_differ_in_what_they_do_are_each_compiled() -> None:
     class Filling(Block):
@@ -332,6 +334,7 @@ def test_blocks_run_as_written_where_asked_and_where_they_cannot_be_compiled(mon
     assert all(module._compiled_call_impl is None for module in broken.modules())
 
 
+@pytest.mark.slow
 @INNER
 def test_compiled_blocks_can_be_copied() -> None:
     _, model = compiled_by_blocks(two_widths())

@@ -258,7 +258,6 @@ def test_a_run_learns_the_same_and_leaves_the_model_as_it_was(accumulation: int)
     assert "forward" not in vars(model.head)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch, at any graph break
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_ends_at_its_head(backend: str) -> None:

@@ -302,6 +302,7 @@ def masks_of_compiled(model: nn.Module, batch: dict[str, Any]) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_captured_model_without_masks_is_given_none_when_it_is_compiled() -> None:
     batch = {name: item for name, item in batch_of("next").items() if name != MASK}
     model = llama()
@@ -338,6 +339,7 @@ def test_nothing_is_switched_where_nothing_asks_for_it() -> None:
     assert attention.note is None
 
 
+@pytest.mark.slow
 def test_attention_weights_are_dropped_as_often_as_in_the_padded_model() -> None:
     model, batch = bert(attention_probs_dropout_prob=0.3), batch_of("class")
 
@@ -406,6 +408,7 @@ def padded() -> tuple[Any, Any]:
     return trained()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "full"}, {"accumulation": 2}])
 def test_a_run_trains_the_same_model(settings: dict[str, Any], padded: tuple[Any, Any]) -> None:
     expected, before = trained(**settings) if "accumulation" in settings else padded
@@ -441,6 +444,7 @@ def in_lock_step(gate: Gate, faulty: bool = False, **gpu: Any) -> None:
     run_job(build_job(resolve_here(config, 1), given))
 
 
+@pytest.mark.slow
 def test_wider_padding_trains_the_same_model() -> None:
     losses, widths = [], []
     for pad_to in ("longest", "few"):
@@ -460,6 +464,7 @@ def test_wider_padding_trains_the_same_model() -> None:
     assert len(set(widths[half:])) < len(set(widths[:half]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
@@ -483,6 +488,7 @@ def test_compiled_blocks_pack_outside_of_what_is_compiled(monkeypatch: pytest.Mo
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty", [False, True])
 def test_a_proof_accepts_it_and_still_sees_faults(faulty: bool, tmp_path: Path) -> None:
     plan = Plan(str(tmp_path), (4, 5, 6, 8, 10), early=(1, 2), updates=(2, 4), unit=ROUNDING_UNITS["fp32"])

@@ -128,6 +128,7 @@ def test_linear_layers_are_called_as_before_afterwards() -> None:
     assert not any("forward" in vars(module) for module in model)
 
 
+@pytest.mark.slow
 def test_interop_threads_are_set_once_or_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -86,6 +86,7 @@ def _rank(rank: int, world_size: int, kind: str, batch_size: int, accumulation: 
     return found, record.losses, record.quality.val_loss, synchronisations, [step.samples for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batch_size", "accumulation", "loader"),
     [("samples", 4, 1, "ours"), ("samples", 1, 4, "foreign"), ("adamw", 2, 2, "ours"), ("tokens", 2, 2, "ours")],

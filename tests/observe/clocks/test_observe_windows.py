@@ -90,6 +90,7 @@ def test_the_ranges_in_a_trace_are_the_phases(tmp_path: Path) -> None:
     assert ranges["frameworm:data_wait"] == 5
 
 
+@pytest.mark.slow
 def test_the_time_of_writing_a_trace_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
@@ -133,6 +134,7 @@ def test_schedules_fit_the_run() -> None:
 PLUGIN = re.compile(r"^(.*?)(\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wait", "warmup"), [(3, 1), (0, 0)])
 def test_windows_by_a_schedule_of_the_user(tmp_path: Path, wait: int, warmup: int) -> None:
     _, plain = train(tmp_path / "plain")

@@ -70,7 +70,6 @@ def _all_methods(rank: int, world_size: int, backend: str, folder: str) -> dict[
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_method_learns_and_keeps_the_replicas_alike(
     run_ranks: Callable[..., list[Any]], backend: str, tmp_path: Path

@@ -127,7 +127,6 @@ def _static_graph(rank: int, world_size: int) -> list[str]:
     return prints
 
 
-@pytest.mark.slow
 def test_a_static_graph(run_ranks: Ranks) -> None:
     first, second = run_ranks(_static_graph)
     assert first == second
@@ -149,7 +148,6 @@ def _many_powersgd(rank: int, world_size: int) -> list[str]:
     return prints
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_powersgd_with_several_buckets_again_and_again(run_ranks: Ranks) -> None:
     """Five times, fifty in `make campaign`: torch's own hook aborts here three times out of four."""
@@ -176,7 +174,6 @@ def _off(rank: int, world_size: int) -> tuple[str, str]:
     return prints[0], prints[1]
 
 
-@pytest.mark.slow
 def test_off_is_ddp_to_the_last_bit(run_ranks: Ranks) -> None:
     for hooked, bare in run_ranks(_off, 3):
         assert hooked == bare
@@ -213,7 +210,6 @@ def _bytes(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
 def test_bytes_drop(run_ranks: Ranks) -> None:
     for shares in run_ranks(_bytes):
         assert shares["off"] == 1.0
@@ -284,7 +280,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_last_bit(run_ranks: Ranks, tmp_path: Path) -> None:
     for found in run_ranks(_resumed, args=(str(tmp_path),), timeout_s=100):
         assert not found.pop("without"), "the saved state made no difference, so this test shows nothing"
@@ -323,7 +318,6 @@ def _not_finite(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 def test_a_bad_step_is_seen_by_all_and_leaves_nothing_behind(run_ranks: Ranks) -> None:
     for wrong in run_ranks(_not_finite, timeout_s=90):
         assert not wrong
@@ -351,7 +345,6 @@ def _scaled(rank: int, world_size: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.slow
 def test_the_loss_scale_may_change(run_ranks: Ranks) -> None:
     for worst in run_ranks(_scaled, timeout_s=90):
         assert max(worst.values()) < 1e-4, worst
@@ -442,7 +435,6 @@ def _dying(rank: int, world_size: int, method: str, file: str) -> str:
     return text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["int4", "powersgd"])
 def test_a_dead_rank_ends_backward_with_the_cause(run_ranks: Ranks, method: str, tmp_path: Path) -> None:
     file = tmp_path / "caught"

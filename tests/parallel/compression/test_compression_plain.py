@@ -143,7 +143,6 @@ def _compare(rank: int, world_size: int, kinds: list[str]) -> dict[str, tuple[li
 KINDS = ["plain", "accumulated", "unused", "no views", "static", "sparse", "skipped", "again"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_plain_hook_is_ddp_to_the_last_bit(run_ranks: Ranks, world_size: int) -> None:
     # What is added to gradients in their buckets DDP divides, not multiplies; of the small ones the hook cannot know.
@@ -182,7 +181,6 @@ def _switching(rank: int, world_size: int) -> tuple[list[bool], int]:
     return same, runs[0].early
 
 
-@pytest.mark.slow
 def test_a_method_that_changes_in_the_middle_finds_whole_gradients(run_ranks: Ranks) -> None:
     for same, early in run_ranks(_switching):
         assert all(same), same

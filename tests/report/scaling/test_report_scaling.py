@@ -292,6 +292,7 @@ def tick_labels(axis: Axis) -> list[Text]:
     return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high and tick.label1.get_text()]
 
 
+@pytest.mark.slow
 def test_nothing_in_a_figure_is_cut_off_or_too_small_to_read(tmp_path: Path, published: WrittenReport) -> None:
     for table in (*published.report.datasets, busy(tmp_path)):
         for name, draw in scaling_plots.FIGURES.items():

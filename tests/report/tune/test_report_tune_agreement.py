@@ -245,6 +245,7 @@ def test_relative_errors_are_written_as_people_do(value: float, text: str) -> No
     assert relative(value) == text
 
 
+@pytest.mark.slow
 def test_missing_and_wrong_values_never_stop_a_report() -> None:
     draw = random.Random(0)
     for _ in range(300):

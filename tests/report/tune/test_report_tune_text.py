@@ -124,6 +124,7 @@ def test_lines_fit(width: int) -> None:
         assert max(len(line) for line in text.splitlines()) <= width
 
 
+@pytest.mark.slow
 def test_missing_and_wrong_values_never_stop_a_report() -> None:
     draw = random.Random(0)
     spots = places(stored())

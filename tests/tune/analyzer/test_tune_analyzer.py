@@ -149,6 +149,7 @@ def test_training_afterwards_is_bitwise_the_same() -> None:
     assert_same(train(False), train(True))
 
 
+@pytest.mark.slow
 def test_a_slow_data_set_is_found_and_its_gain_measured() -> None:
     torch.manual_seed(0)
     loader = DataLoader(Noisy(delay_s=0.005), 8)  # 40 ms per batch
@@ -234,6 +235,7 @@ def _two_ranks(rank: int, world_size: int, wrapped: bool) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_two_ranks_measure_their_bandwidth(run_ranks: Any, wrapped: bool) -> None:
     found, other = run_ranks(_two_ranks, args=(wrapped,), timeout_s=100)
@@ -305,6 +307,7 @@ def _analyzed_then_trained(rank: int, world_size: int, kind: str) -> Any:
     return first["communication"], second, [item.tolist() for item in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "static_graph", "find_unused_parameters", "compressed"])
 def test_a_wrapped_model_is_analyzed_twice_and_then_trains(run_ranks: Any, kind: str) -> None:
     (first, second, weights), (_, _, others) = run_ranks(_analyzed_then_trained, args=(kind,), timeout_s=100)

@@ -28,6 +28,7 @@ def build(config):
 """
 
 
+@pytest.mark.slow
 def test_findings_of_a_config_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_planted_workload.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)

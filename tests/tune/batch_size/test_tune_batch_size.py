@@ -57,7 +57,6 @@ def strays() -> list[int]:
     return [one.pid for one in own if one.is_running() and one.status() != "zombie" and os.getsid(one.pid) == one.pid]
 
 
-@pytest.mark.slow
 def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> None:
     report = find("eater")
     assert report.verified
@@ -93,7 +92,6 @@ def test_a_hog_on_one_rank_decides_for_all() -> None:
     assert strays() == []
 
 
-@pytest.mark.slow
 def test_a_killed_child_costs_one_trial() -> None:
     report = find("killed", most=4)
     assert [trial.outcome for trial in report.trials].count("killed") == 1
@@ -139,13 +137,11 @@ def test_a_rank_stuck_before_a_collective_costs_one_trial() -> None:
     assert strays() == []
 
 
-@pytest.mark.slow
 def test_a_broken_model_is_not_too_large() -> None:
     with pytest.raises(TrainingFailedError, match="this model is broken"):
         find("broken", most=4)
 
 
-@pytest.mark.slow
 def test_a_model_in_hand() -> None:
     model = Eater()
     before = model.scale.detach().clone()
@@ -175,6 +171,7 @@ def main():
 GUARDED = 'if __name__ == "__main__":\n    main()'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "call", "said"),
     [
@@ -195,6 +192,7 @@ def test_a_script_with_or_without_a_guard(tmp_path: Path, model: str, call: str,
         assert "bootstrapping" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_classes_of_a_console_are_refused_in_one_line(tmp_path: Path) -> None:
     lines = SCRIPT.format(model="Net", call="main()")
     ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=100, check=False)

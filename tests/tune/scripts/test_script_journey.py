@@ -88,6 +88,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @needs_isolation
 def test_a_script_is_made_faster_proved_and_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLEEPER)
@@ -137,6 +138,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @needs_isolation
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_what_cannot_be_tuned_is_told_in_one_line(kind: str, tmp_path: Path) -> None:
@@ -150,6 +152,7 @@ def test_what_cannot_be_tuned_is_told_in_one_line(kind: str, tmp_path: Path) -> 
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_what_would_be_done_is_told_without_doing_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise AssertionError")
     told = frameworm(tmp_path, "tune", "--dry-run", "train.py", "--lr", "0.1")
@@ -158,6 +161,7 @@ def test_what_would_be_done_is_told_without_doing_it(tmp_path: Path) -> None:
     assert not (tmp_path / "tune").exists()
 
 
+@pytest.mark.slow
 def test_options_of_configs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     told = frameworm(tmp_path, "tune", "--set", "training.lr=1", "train.py")

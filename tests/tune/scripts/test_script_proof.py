@@ -90,6 +90,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Evidence
     return compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", [{}, {"fused_optimizer": True}, {"workers": 1}])
 def test_what_only_rounds_agrees(compared: Callable[..., Evidence], switches: dict[str, Any]) -> None:
     evidence = compared(**switches)
@@ -106,6 +107,7 @@ def test_a_rounding_error_agrees(compared: Callable[..., Evidence]) -> None:
     assert judge_agreement(agreement).passed is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["scaled", "layer", "labels", "frozen", "decay", "rate", "momentum", "batch"])
 def test_what_is_changed_is_found(compared: Callable[..., Evidence], wrong: str) -> None:
     agreement = compared(wrong).agreement
@@ -114,6 +116,7 @@ def test_what_is_changed_is_found(compared: Callable[..., Evidence], wrong: str)
     assert judged.passed is False, f"{wrong}: {judged.detail}"
 
 
+@pytest.mark.slow
 def test_states_go_where_they_are_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

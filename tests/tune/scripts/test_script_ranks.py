@@ -22,6 +22,7 @@ from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
 from frameworm.tune.scripts.process import ScriptError, ScriptProcess
 
+pytestmark = pytest.mark.slow
 REFUSED = why_not()
 DEADLINE_S = 200
 STEPS = [2, 3, 4, 6]

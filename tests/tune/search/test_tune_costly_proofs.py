@@ -65,6 +65,7 @@ def test_the_last_proof_takes_a_little_longer_before_all_is_lost(slower: float) 
     assert gpt_sample_s(result.start) / gpt_sample_s(result.best) > 1.03
 
 
+@pytest.mark.slow
 def test_a_larger_budget_leaves_time_for_what_is_slow_to_start() -> None:
     """Proofs of single changes must not take the time that the largest gain needs."""
     gains = []

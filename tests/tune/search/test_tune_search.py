@@ -340,6 +340,7 @@ def random_space(seed: int) -> tuple[dict[str, list[Any]], dict[str, Any], Any]:
     return values, {name: items[0] for name, items in values.items()}, cost
 
 
+@pytest.mark.slow
 def test_regret_against_exhaustive_search_over_many_spaces() -> None:
     regrets = []
     for seed in range(10):

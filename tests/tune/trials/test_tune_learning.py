@@ -68,7 +68,6 @@ def compare(before: Config, after: Config, folder: Path) -> Evidence:
     return TrialRunner(folder, effort=QUICK)._compare(request, folder, time.monotonic() + 120, 0.01)
 
 
-@pytest.mark.slow
 def test_sides_of_a_run_with_a_long_climb_are_compared_while_they_learn(tmp_path: Path) -> None:
     long = {"training.epochs": 10_000, "training.schedule": "cosine", "training.warmup": 0.02}
     config = apply_changes(learnable_config(), long)

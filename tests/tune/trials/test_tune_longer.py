@@ -274,7 +274,6 @@ def test_real_trainings_find_a_frozen_layer_and_half_the_learning_rate(tmp_path:
         assert {end.samples for end in (*result.quality.baseline, *result.quality.candidate)} == {1024}
 
 
-@pytest.mark.slow
 def test_a_check_that_takes_too_long_ends_in_time(tmp_path: Path) -> None:
     slow = learnable_config(pause_s=0.01)
     request = LongerRequest("slow", slow, learnable_config(), 64, (4,), 1.0, "slow", timeout_s=2.0)
