@@ -8,6 +8,9 @@ SEED ?= 1
 # One more than there are cores: many tests wait for processes to start or for delays they injected.
 JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
+# Tests start hundreds of processes of ours; each would compile all it imports where bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help setup demo test test-slow equivalence kernels lint format bench campaign docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:

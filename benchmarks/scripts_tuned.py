@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,18 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from corpus import SCRIPTS, Script
 
 ROUNDS = 7
+PORT = 29400  # in a network of their own
 WINDOW_S, LEAD_IN, WARM_STEPS = 0.5, 6, 8
-TUNABLE = {script.name: script for script in SCRIPTS if script.ending == "trains" and script.ranks == 1}
+TUNABLE = {script.name: script for script in SCRIPTS if script.ending == "trains"}
 COLUMNS = ("script", "original", "tuned", "expert", "over the original", "of the expert", "search", "switches")
 
 
 def tune(script: Script, arguments: list[str], folder: Path, budget_s: float) -> dict[str, Any]:
     """`frameworm tune` as a command; what tune.json tells."""
-    command = [sys.executable, "-m", "frameworm", "tune", "--budget", f"{budget_s:.0f}s", "--out", str(folder)]
+    through = ["-m", "frameworm", "tune", "--budget", f"{budget_s:.0f}s", "--out", str(folder)]
     began = time.perf_counter()
     done = subprocess.run(
-        [*command, str(script.original), *arguments],
+        script.command(script.original, arguments, through),
         cwd=folder.parent,
         capture_output=True,
         text=True,
@@ -62,18 +64,19 @@ def tune(script: Script, arguments: list[str], folder: Path, budget_s: float) ->
 
 def measure(script: Script, arguments: list[str], switches: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Seconds per step of the three, in turns."""
+    given, ranks = [*script.always, *arguments], ranks_of(script)
     jobs = {
-        "original": TrialJob(str(script.original), arguments),
-        "tuned": TrialJob(str(script.original), arguments, switches=switches),
+        "original": TrialJob(str(script.original), given),
+        "tuned": TrialJob(str(script.original), given, switches=switches),
     }
     if script.expert is not None:
-        jobs["expert"] = TrialJob(str(script.tuned_by_hand), arguments)
+        jobs["expert"] = TrialJob(str(script.tuned_by_hand), given)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     deadline = time.monotonic() + 240
     with ExitStack() as all_of_them:
         processes = {}
         for name, job in jobs.items():
-            named = TrialJob(**{**job.__dict__, "name": name, "folder": str(folder)})
+            named = replace(job, name=name, folder=str(folder), ranks=ranks, port=PORT if ranks else 0)
             processes[name] = all_of_them.enter_context(ScriptProcess(named, folder / "processes", deadline))
         for process in processes.values():
             process.stand()
@@ -92,6 +95,15 @@ def measure(script: Script, arguments: list[str], switches: dict[str, Any], fold
             if len(times["original"]) < 3:
                 return {"error": str(error)}
     return {"step_s": times, "steps": steps}
+
+
+def ranks_of(script: Script) -> list[dict[str, str | None]]:
+    """The variables of a script's processes, as torchrun sets them; none where it is one process."""
+    count = str(script.ranks)
+    return [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        for rank in range(script.ranks if script.ranks > 1 else 0)
+    ]
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float] | None:
@@ -138,7 +150,7 @@ def main() -> None:
         if script.missing():
             tell_progress(f"{name}: {', '.join(script.missing())} is not installed")
             continue
-        given = [*script.always, *(script.gpu if device.type == "cuda" else ())]
+        given = list(script.gpu if device.type == "cuda" else ())
         with tempfile.TemporaryDirectory(prefix="frameworm-scripts-") as place:
             search = tune(script, given, Path(place) / "tune", arguments.budget)
             timed = {"error": "not tuned"}

@@ -62,6 +62,7 @@ class ScriptSearch:
         module: Its name where it runs as with `python -m`.
         isolated: Trials write nothing that stays.
         ranks: Of a script of several processes the variables of each, where they differ from this process's.
+        knobs: What is tried.
         tell: Is told what goes on.
     """
 
@@ -75,12 +76,13 @@ class ScriptSearch:
         module: str | None = None,
         isolated: bool = True,
         ranks: Sequence[dict[str, str | None]] = (),
+        knobs: Sequence[ScriptKnob] = SCRIPT_KNOBS,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._script, self._arguments, self._module = script, list(arguments), module
         self._place = folder / "trials"
         shutil.rmtree(self._place, ignore_errors=True)
-        self._ranks = list(ranks)
+        self._ranks, self._all_knobs = list(ranks), knobs
         self._folders = [self._place / f"rank{rank}" for rank in range(len(ranks))] or [self._place]
         for path in self._folders:
             path.mkdir(parents=True)
@@ -178,7 +180,7 @@ class ScriptSearch:
     def _knobs(self) -> list[ScriptKnob]:
         """What may help this script, the most promising first; what cannot is written down with its reason."""
         facts, found = self.result.facts, []
-        for knob in SCRIPT_KNOBS:
+        for knob in self._all_knobs:
             why_not = knob.why_not(facts)
             if why_not is None:
                 found.append(knob)
