@@ -295,6 +295,7 @@ class Attachment(Observer):
         self._shared = SharedFolder(process, out, self._name)
         self._notes += [] if note is None else [note]
         self._command = f"frameworm profile {script}"
+        self._begin_s = time.monotonic()
 
     def folder(self) -> RunFolder:
         """The run folder, which rank 0 makes."""
@@ -302,13 +303,12 @@ class Attachment(Observer):
 
     def run(self, script: Path, arguments: Sequence[str]) -> Ending:
         """Run the script to its end; `finish` is to be called when the process has nothing more to do."""
-        begin_s = time.monotonic()
+        self._begin_s = time.monotonic()
         self._command = shlex.join(["frameworm", "profile", str(script), *arguments])
         self._finder.arm()
         if self.process.world_size == 1:
             self.follow_children()
         ending = run_script(script, arguments)
-        self._wall_s = time.monotonic() - begin_s
         self._status = ending.status
         return ending
 
@@ -320,6 +320,7 @@ class Attachment(Observer):
         if self._children is not None:
             self._children.disarm()
             self._children.join()
+        self._wall_s = time.monotonic() - self._begin_s
         self._detach()
         shared = self._shared
         if self.process.rank > 0:

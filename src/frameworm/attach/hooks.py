@@ -16,32 +16,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.optim
 import torch.utils.data.dataloader as dataloader
 from torch.compiler import is_dynamo_compiling
 
+from frameworm.attach.collectives import install_collective_hooks
 from frameworm.attach.device_hooks import install_device_hooks
+from frameworm.attach.graphs import install_graph_hooks
 from frameworm.attach.patches import Patches, keep_compiler_out
-from frameworm.attach.steps import COMMUNICATION
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER
 
 _Function = Callable[..., Any]
 
-# Blocking calls of scripts and frameworks; those that DDP makes from C++ are measured by DDP itself.
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-)
 _OURS = "_frameworm_watches"
 
 
@@ -60,7 +47,8 @@ def install(watch: Watch) -> Patches:
         _loaders(patches, watch)
         _models(patches, watch)
         _optimizers(patches, watch)
-        _collectives(patches, watch)
+        install_collective_hooks(patches, watch)
+        install_graph_hooks(patches, watch)
         patches.set(torch, "save", functools.partial(phase_of_its_own, watch, CHECKPOINT))
         patches.set(builtins, "print", functools.partial(_logging, watch))
         patches.set(logging.Logger, "handle", functools.partial(_logging, watch))
@@ -266,8 +254,12 @@ def _update(watch: Watch, position: int, original: _Function) -> _Function:
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or not watch.enter(OPTIMIZER, starts=True):
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
+        if not watch.enter(OPTIMIZER, starts=True):
+            result = original(*args, **kwargs)
+            watch.update_captured(args[position] if len(args) > position else kwargs.get("optimizer"))
+            return result
         try:
             watch.optimizer_begins()
             if len(args) > position + 1 and callable(args[position + 1]):
@@ -283,12 +275,3 @@ def _update(watch: Watch, position: int, original: _Function) -> _Function:
         return result
 
     return step
-
-
-def _collectives(patches: Patches, watch: Watch) -> None:
-    if not torch.distributed.is_available():
-        return
-    wrap = functools.partial(phase_of_its_own, watch, COMMUNICATION)
-    for owner in (torch.distributed, torch.distributed.distributed_c10d):
-        for name in COLLECTIVES:
-            patches.set(owner, name, wrap)

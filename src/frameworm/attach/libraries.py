@@ -1,10 +1,11 @@
-"""Checkpoints of libraries above torch, which write more than `torch.save` does."""
+"""What is watched of modules that torch does not import itself: checkpoints of libraries, waits for sharded tensors."""
 
 from __future__ import annotations
 
 import functools
 import sys
 
+from frameworm.attach.collectives import wait_of
 from frameworm.attach.hooks import phase_of_its_own
 from frameworm.attach.patches import Patches
 from frameworm.attach.script import AfterImport
@@ -20,6 +21,9 @@ SAVES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer._save_checkpoint", "Trainer.save_model"),
 }
 
+# Where tensors that are divided among ranks wait for the parts of others.
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+
 
 def watch_libraries(patches: Patches, watch: Watch) -> list[AfterImport]:
     """Watch the libraries that the script imports, when it does.
@@ -28,6 +32,7 @@ def watch_libraries(patches: Patches, watch: Watch) -> list[AfterImport]:
         What to `disarm` at the end.
     """
     waiting = [AfterImport(module, functools.partial(_watch_saves, patches, watch, module)) for module in SAVES]
+    waiting.append(AfterImport(_FUNCTIONAL, functools.partial(_watch_waits, patches, watch)))
     for item in waiting:
         item.arm()
     return waiting
@@ -42,3 +47,7 @@ def _watch_saves(patches: Patches, watch: Watch, module: str) -> None:
             patches.set(owner, name, functools.partial(phase_of_its_own, watch, CHECKPOINT))
     except Exception as error:
         watch.notes.append(f"checkpoints of {module} are not watched: {type(error).__name__}: {error}")
+
+
+def _watch_waits(patches: Patches, watch: Watch) -> None:
+    patches.set(sys.modules[_FUNCTIONAL], "wait_tensor", functools.partial(wait_of, watch))

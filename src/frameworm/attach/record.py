@@ -16,6 +16,7 @@ from frameworm.records.atomic import write_atomic
 from frameworm.records.observations import Framework, OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
 from frameworm.records.schema import (
+    COMPUTE_PHASES,
     Batch,
     CheckpointStatistics,
     Communication,
@@ -33,7 +34,7 @@ from frameworm.records.trace import TraceSummary
 from frameworm.records.typed import read_record
 from frameworm.records.writer import StepReader
 
-EXPOSED = "communication_exposed"
+EXPOSED, REPLAY = "communication_exposed", "graph_replay"
 # Every training step has these; one that never shows up was there and could not be seen.
 EXPECTED = ("data_wait", "forward", "backward", "optimizer")
 
@@ -149,6 +150,7 @@ def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[
         checkpoint=_checkpoints(first),
         system=around.system,
         compilation=around.compilation,
+        captured_steps=facts.get("captured_steps"),
         other_time=around.other_time,
         source="attached",
         framework=_framework(facts),
@@ -266,7 +268,9 @@ def _communication(ranks: list[RankSummary], world_size: int, facts: Mapping[str
 
 
 def _unseen(record: RunRecord, facts: Mapping[str, Any]) -> list[str]:
-    unseen = [name for name in EXPECTED if name not in record.phases]
+    # Whatever a replayed graph holds is seen, if only as a whole.
+    inside = COMPUTE_PHASES if REPLAY in record.phases else ()
+    unseen = [name for name in EXPECTED if name not in record.phases and name not in inside]
     if str(facts.get("device", "")).startswith("cuda") and "transfer" not in record.phases:
         unseen.append("transfer")
     if record.batch.world_size > 1 and EXPOSED not in record.phases:

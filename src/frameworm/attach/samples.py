@@ -1,9 +1,9 @@
 """Looks at what a script does on its own, in the time that belongs to no phase.
 
-A thread reads where the main one is: now and then while all time is in phases, up to a hundred times a second once
-there is time to explain, until enough has been seen. A look makes the script wait for Python's lock, so that none is
-taken that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have their
-last labels.
+A thread reads where the one that trains is: now and then while all time is in phases, up to a hundred times a second
+once there is time to explain, until enough has been seen. A look makes the script wait for Python's lock, so that none
+is taken that is not needed. Which of the looks fell into `other` is known when a step is over and its stretches have
+their last labels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PREPARING = "preparing"
 
 
 class Looks:
-    """Samples of the thread that made it.
+    """Samples of one thread.
 
     Args:
         script: The script; files beside it are named from there.
@@ -47,6 +47,9 @@ class Looks:
         between: Whether the script is in no phase right now.
         frames: The frames of all threads.
         clock: The clock of the marks.
+
+    Attributes:
+        watched: The thread that is looked at: the one that made it, unless set.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Looks:
         self._frames = frames
         self._clock = clock
         self._reader = FrameReader(script)
-        self._watched = threading.get_ident()
+        self.watched = threading.get_ident()
         self._samples: deque[tuple[float, Spot]] = deque(maxlen=MOST_SAMPLES)
         self._counts: Counter[tuple[Spot, bool]] = Counter()
         self._counted = 0
@@ -86,7 +89,7 @@ class Looks:
         """Put down where the thread is."""
         # The clock first: what the thread does meanwhile is at most a few lines more.
         now_s = self._clock()
-        spot = self._reader.read(self._frames().get(self._watched))
+        spot = self._reader.read(self._frames().get(self.watched))
         if spot is not None:
             self._samples.append((now_s, spot))
 

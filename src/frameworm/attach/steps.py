@@ -26,6 +26,8 @@ from frameworm.observe.clocks.phases import (
 COMMUNICATION = "communication_exposed"
 # A model that only infers: part of the step (a teacher, a frozen encoder) or a validation, which the next call tells.
 INFERENCE = "inference"
+# A CUDA graph that the script captured is replayed: whatever was captured, as one stretch.
+GRAPH = "graph_replay"
 
 # What may claim time inside of what; all else belongs to the outer phase.
 INSIDE: dict[str | None, frozenset[str]] = {
@@ -38,6 +40,7 @@ INSIDE: dict[str | None, frozenset[str]] = {
     VALIDATION: frozenset(),
     INFERENCE: frozenset(),
     COMMUNICATION: frozenset(),
+    GRAPH: frozenset(),
 }
 # A loop that never steps an optimizer must not fill the memory.
 MOST_MARKS = 20_000
@@ -119,7 +122,7 @@ class StepFinder:
 
         Args:
             counts: Of the batch a model is called with, for loops whose fetches cannot be seen.
-            starts: The first step may begin with it, whatever it is.
+            starts: The first step may begin with it, whatever it is; a graph then is one that trains.
         """
         stack, timeline = self.phases, self.timeline
         parent = stack[-1] if stack else None
@@ -140,7 +143,7 @@ class StepFinder:
             pass
         elif phase == DATA_WAIT:
             self._before_fetch()
-        elif phase in (FORWARD, BACKWARD):
+        elif phase in (FORWARD, BACKWARD) or (phase == GRAPH and starts):
             self._before_training(phase, counts or {})
         elif phase in (INFERENCE, VALIDATION):
             if self._batch is None:

@@ -94,6 +94,7 @@ class Timeline:
     Attributes:
         divides: Whether borders inside of the step get an event on a GPU; the ends of steps always do.
         near_end: The step may be over: what comes now may turn out to be the next step, so it gets events too.
+        stream: The stream that the events of the step are put into, where a GPU is in use.
     """
 
     def __init__(self) -> None:
@@ -103,6 +104,7 @@ class Timeline:
         self.marks: list[Mark] = []
         self._dropped = 0
         self._on_device = False
+        self.stream: torch.cuda.Stream | None = None
 
     @property
     def position(self) -> int:
@@ -119,8 +121,7 @@ class Timeline:
         self._dropped = self.position
         self.marks = []
         self.near_end = False
-        # Asking is free; making a context is the script's business.
-        self._on_device = torch.cuda.is_initialized()
+        self._find_device()
         self.begin = Mark("", perf_counter(), self._event(True) if self._on_device else None)
 
     def mark(self, label: str, *, border: bool = False) -> None:
@@ -160,8 +161,13 @@ class Timeline:
         self.begin = finished.marks[-1]
         del self.marks[:first]
         self._dropped += first
-        self._on_device = torch.cuda.is_initialized()
+        self._find_device()
         return finished
+
+    def _find_device(self) -> None:
+        # Asking is free; making a context is the script's business.
+        self._on_device = torch.cuda.is_initialized()
+        self.stream = torch.cuda.current_stream() if self._on_device else None
 
     def _event(self, border: bool) -> torch.cuda.Event | None:
         if not (border or self.divides or self.near_end):

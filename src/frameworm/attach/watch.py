@@ -20,7 +20,7 @@ import torch
 from frameworm.attach.framework import Loops, strategy_of
 from frameworm.attach.padding import rows_of, tokens_of
 from frameworm.attach.samples import Looks
-from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
+from frameworm.attach.steps import COMMUNICATION, GRAPH, INFERENCE, INSIDE, StepFinder
 from frameworm.attach.timeline import OWN, START, Stretches
 from frameworm.observe.clocks.nvtx import LiveRanges
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, VALIDATION
@@ -45,12 +45,25 @@ COUNTS = (
 READ_FIRST, READ_EVERY = 32, 64
 _DEEPEST = 4
 MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
+# How sure it is that a thread trains which does something; any other phase is 1, and an optimizer's step is all.
+_SURE, _TRAINS = {BACKWARD: 2}, 3
+# Optimizer steps in another thread, while nothing happens in the watched one, after which training has moved there.
+MOVES_AFTER = 3
 # Whether a model called in a phase is one of its own there.
 _RUNS_MODELS: dict[str | None, bool] = {None: True, **{phase: FORWARD in inside for phase, inside in INSIDE.items()}}
 
 
+class _Captured:
+    """What a CUDA graph holds of a training step."""
+
+    def __init__(self) -> None:
+        self.trains = False
+        self.updates = False
+        self.optimizer: Callable[[], Any] = lambda: None
+
+
 class Watch:
-    """Observes one thread of one process.
+    """Observes the thread of a process that trains, whichever it is.
 
     Args:
         write: Takes each step record.
@@ -96,6 +109,11 @@ class Watch:
         self._short = False
         self._passed_on_s = 0.0
         self._thread = threading.get_ident()
+        self._sure = 0  # that it is this thread which trains
+        self._idle_at, self._idle_steps = -1, 0
+        self._others_train = False
+        self._capturing: _Captured | None = None
+        self._graphs: weakref.WeakKeyDictionary[Any, _Captured] = weakref.WeakKeyDictionary()
         self._wall_s = time.time() - time.perf_counter()
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._last_trained: Callable[[], torch.nn.Module | None] = lambda: None
@@ -135,11 +153,18 @@ class Watch:
 
     def enter(self, phase: str, counts: Mapping[str, float] | None = None, *, starts: bool = False) -> bool:
         """A phase begins; False when it is not one of its own, and `leave` must not be called."""
-        if not self.active or threading.get_ident() != self._thread:
+        if not self.active:
             return False
         try:
+            if self._capturing is not None:  # nothing runs now
+                self._capturing.trains = self._capturing.trains or starts or phase == BACKWARD
+                return False
+            if not (self._is_watched() or self._takes_over(phase, starts)):
+                return False
             if not self._finder.open(phase, counts, starts=starts):
                 return False
+            if self._sure < _TRAINS:
+                self._sure = max(self._sure, _TRAINS if starts else _SURE.get(phase, 1))
             self.busy = not _RUNS_MODELS[self._finder.phase]
             if self._ranges is not None and self.active:
                 self._ranges.enter(phase)
@@ -150,7 +175,7 @@ class Watch:
 
     def leave(self, label: str | None = None) -> None:
         """The phase that was entered last is over; its time may have a label of its own."""
-        if not self.active:
+        if not self.active or not self._is_watched() or not self._finder.phases:
             return
         try:
             phase = self._finder.close(label)
@@ -164,9 +189,42 @@ class Watch:
         except Exception as error:
             self.fail(error)
 
+    def _is_watched(self) -> bool:
+        """Whether this is the watched thread, or one in which autograd runs a backward pass for it."""
+        if threading.get_ident() == self._thread:
+            return True
+        return BACKWARD in self._finder.phases and torch._C._current_graph_task_id() != -1
+
+    def _takes_over(self, phase: str, starts: bool) -> bool:
+        """Whether to watch this thread from now on, because it trains and the watched one does not.
+
+        What loads or infers beside a loop that trains must not take its place: a thread takes over by a surer sign of
+        training than the watched one has given, or when that one rests while this one steps optimizers.
+        """
+        sure = _TRAINS if starts else _SURE.get(phase, 1)
+        if sure <= self._sure:
+            if not starts:
+                return False
+            self._others_train = True
+            position = self._finder.timeline.position
+            if self._finder.phases or position != self._idle_at:
+                self._idle_at, self._idle_steps = position, 0
+            self._idle_steps += 1
+            if self._idle_steps < MOVES_AFTER:
+                return False
+            self._finder.finish()
+            self._others_train = False
+            self.notes.append(f"after {self.steps} steps training moved to another thread, which was then observed")
+        self._finder = StepFinder(self._step_ended)
+        self._thread, self._sure, self._idle_at = threading.get_ident(), 0, -1
+        self.busy = False
+        if self.looks is not None:
+            self.looks.watched = self._thread
+        return self.active
+
     def enter_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """A module is called that no other module called."""
-        if not self.active or threading.get_ident() != self._thread:
+        if not self.active or (self._sure and threading.get_ident() != self._thread):
             return False
         try:
             training = module.training
@@ -214,7 +272,7 @@ class Watch:
 
     def fetched(self, iterator: Any, batch: Any) -> None:
         """A loader has given a batch."""
-        if not self.active:
+        if not self.active or not self._is_watched():
             return
         try:
             counts = {**sizes_of(batch), "used_batches": 1.0}
@@ -275,6 +333,61 @@ class Watch:
         except Exception as error:
             self.fail(error)
 
+    def update_captured(self, optimizer: Any) -> None:
+        """An optimizer has stepped whose phase was not entered: a graph that is being captured will step it."""
+        if not self.active or self._capturing is None:
+            return
+        try:
+            self._look_at(optimizer)
+            self._capturing.updates = True
+            self._capturing.optimizer = weakref.ref(optimizer)
+        except Exception as error:
+            self.fail(error)
+
+    def capture_begins(self, graph: Any) -> None:
+        """Calls are put into a CUDA graph from now on, and nothing runs."""
+        if not self.active:
+            return
+        try:
+            self._capturing = self._graphs[graph] = _Captured()
+        except Exception as error:
+            self.fail(error)
+
+    def capture_ends(self) -> None:
+        """Calls run again."""
+        self._capturing = None
+
+    def replay_begins(self, graph: Any) -> bool:
+        """A graph is replayed; False when that is part of what goes on already, and `replayed` must not be called."""
+        captured = self._captured(graph)
+        return self.enter(GRAPH, starts=captured is not None and captured.trains)
+
+    def replayed(self, graph: Any) -> None:
+        """The replay that has begun is launched; it is a step if the graph steps an optimizer."""
+        self.leave()
+        captured = self._captured(graph)
+        if captured is None or not captured.updates:
+            return
+        self.facts["captured_steps"] = self.facts.get("captured_steps", 0) + 1
+        optimizer = captured.optimizer()
+        if optimizer is not None:
+            self.optimizer_stepped(optimizer)
+        else:
+            self._finder.optimizer_stepped(id(captured))
+
+    def _captured(self, graph: Any) -> _Captured | None:
+        return self._graphs.get(graph) if self.active else None
+
+    def waited(self) -> None:
+        """The step has waited for communication that began earlier, of which nobody knows how long it took."""
+        if self.active and self._finder.begun:
+            self._finder.add("overlapping", 1)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream in which the step is timed; None where there is no GPU in use."""
+        return self._finder.timeline.stream
+
     def spent(self, metric: str, seconds: float, count: str | None = None) -> None:
         """Time of the host within the phases."""
         if self.active and self._finder.begun and threading.get_ident() == self._thread:
@@ -323,6 +436,8 @@ class Watch:
                 f"loader workers took {self._start_s:.2g} s in all to start and give their first batch, which no step "
                 f"counts{advice}"
             )
+        if self._others_train:
+            self.notes.append("optimizers were stepped in another thread too; the figures leave it out")
         if self._exposed_samples and self._exposed_samples < self.steps - STEPS_HELD_BACK:
             self.notes.append(
                 f"exposed communication was measured by DDP in {self._exposed_samples} of {self.steps} steps "
@@ -421,6 +536,7 @@ class Watch:
             phases[BACKWARD] -= exposed_s
             phases[COMMUNICATION] = phases.get(COMMUNICATION, 0.0) + exposed_s
         total_s = extra.get("communication_s")
+        known = (seen_s is not None or total_s is not None) and "overlapping" not in tally
         samples = int(tally.get("samples", 0))
         if "fetches" not in tally and tally.get("backwards", 0) > tally.get("optimizer_steps", 0) > 1:
             # Several losses of one batch, or several batches: nobody can tell.
@@ -443,7 +559,7 @@ class Watch:
             tokens=None if positions is None else int(positions - tally.get("padding_tokens", 0.0)),
             padded_tokens=None if positions is None else int(positions),
             phases=phases,
-            communication_s=None if seen_s is None and total_s is None else (seen_s or 0.0) + (total_s or 0.0),
+            communication_s=(seen_s or 0.0) + (total_s or 0.0) if known else None,
             metrics=metrics,
         )
 

@@ -94,11 +94,15 @@ class Facts:
 
     @property
     def compute(self) -> Estimate | None:
-        """Share of forward and backward, less what the GPU spent idle in them."""
+        """Share of forward and backward, or of the graph that holds them, less what the GPU spent idle in them."""
         forward, backward = self.phases.get("forward"), self.phases.get("backward")
-        if forward is None or backward is None:
+        replay = self.phases.get("graph_replay")
+        if replay is not None:
+            both = replay.plus(forward).plus(backward)
+        elif forward is None or backward is None:
             return None
-        both = forward.plus(backward)
+        else:
+            both = forward.plus(backward)
         return both.minus(self.idle) if self.idle is not None and self.idle.value > 0 else both
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from frameworm.diagnose.rules.accounting import CORRELATION, Facts, Option
 from frameworm.diagnose.rules.cost import costed
+from frameworm.diagnose.rules.wording import SHARDED
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import Compression, RankSummary
 from frameworm.records.schema import Finding, RunRecord
@@ -39,6 +40,8 @@ def communication_bound(facts: Facts) -> Finding | None:
     }
     compressible = facts.setting("parallel.strategy") not in NOT_COMPRESSED
     options = _fewer_bytes(communication.compression) if compressible else []
+    if facts.attached and facts.record.strategy in SHARDED:
+        options.append(Option("parallel.strategy", "zero2", ""))
     whole = known(facts.record.batch.global_)
     if whole:
         twice = "twice the work per synchronisation, with lr to match"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from frameworm.records.observations import Framework
 
 TORCH, FSDP, FSDP2 = "torch", "fsdp", "fsdp2"
+SHARDED = (FSDP, FSDP2)
 TRANSFORMERS, TRL, LIGHTNING, FABRIC, ACCELERATE = "transformers", "trl", "lightning", "fabric", "accelerate"
 # Where to look after a framework's own words; what trains in a plain way, or is not known, is told torch's.
 _AFTER: dict[str, tuple[str, ...]] = {TRL: (TRANSFORMERS, TORCH), TORCH: ()}
@@ -34,6 +35,7 @@ _LARGER = "more work per launch; change lr to match"
 _HALVED = "the same step in half the activations"
 _GRAPHS = "replays the model's kernels as CUDA graphs, without launching each"
 _KERNELS = "fewer, larger kernels"
+_GATHERED_ONCE = "parameters are not gathered again in backward, which takes more memory"
 _LIKE = "batches of samples of like length"
 
 # A knob, or a knob and its value or variant.
@@ -97,6 +99,8 @@ WORDS: dict[str, dict[str, Words]] = {
     },
     "training.global_batch": {
         TORCH: "step the optimizer after every {twice} batches, with no_sync() in all but the last; change lr to match",
+        FSDP2: "step the optimizer after every {twice} batches, with model.set_requires_gradient_sync(False) in all "
+        "but the last; change lr to match",
         TRANSFORMERS: Call("{arguments}(gradient_accumulation_steps={twice})", "half the synchronisations"),
         LIGHTNING: Call("{arguments}(accumulate_grad_batches={twice})", "half the synchronisations"),
         ACCELERATE: Call(
@@ -165,10 +169,23 @@ WORDS: dict[str, dict[str, Words]] = {
     "parallel.compression": {
         TORCH: "ddp_model.register_comm_hook(None, bf16_compress_hook), from "
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        FSDP: Call(
+            "FullyShardedDataParallel(..., mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.bfloat16))",
+            "half the bytes, unless it is so already",
+        ),
+        FSDP2: Call(
+            "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))",
+            "half the bytes, unless it is so already",
+        ),
         LIGHTNING: Call("{arguments}(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook))"),
         ACCELERATE: Call(
             "{arguments}(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])"
         ),
+    },
+    "parallel.strategy:zero2": {
+        FSDP: Call("FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)", _GATHERED_ONCE),
+        FSDP2: Call("fully_shard(..., reshard_after_forward=False)", _GATHERED_ONCE),
     },
     "parallel.bucket_cap_mb": {
         TORCH: Call("DistributedDataParallel(..., bucket_cap_mb={value})", "sending begins earlier in backward"),
@@ -210,6 +227,8 @@ def say(framework: Framework | None, key: str, value: Any, strategy: str | None 
     known = next((WORDS[name] for name in (f"{key}:{value}", key, knob) if name in WORDS), {})
     if framework.name in _NO_PLACE.get(knob, ()):
         return ""
+    if knob == "parallel.compression" and strategy in SHARDED and framework.name in _OWN_TERMS:
+        return ""  # their words are for DDP
     fields = {
         "value": value,
         "whole": max(1, round(value)) if isinstance(value, float) else value,
