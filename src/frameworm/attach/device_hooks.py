@@ -1,4 +1,4 @@
-"""Copies to a GPU, and calls that make the host wait for one."""
+"""Copies to a GPU, calls that make the host wait for one, and replays of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.steps import GRAPH
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import TRANSFER
 
@@ -30,6 +31,14 @@ def install_device_hooks(patches: Patches, watch: Watch) -> None:
     for name in READS:
         patches.set(torch.Tensor, name, functools.partial(_read, watch))
     patches.set(torch.cuda, "synchronize", functools.partial(_synchronize, watch))
+
+
+def install_graph_hooks(patches: Patches, watch: Watch) -> None:
+    """Watch what is captured into graphs, and their replays."""
+    graph = torch.cuda.CUDAGraph
+    patches.set(graph, "capture_begin", functools.partial(_capture_begin, watch))
+    patches.set(graph, "capture_end", functools.partial(_capture_end, watch))
+    patches.set(graph, "replay", functools.partial(_replay, watch))
 
 
 def goes_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -122,3 +131,38 @@ def _waiting(watch: Watch, original: _Function, *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     finally:
         watch.spent("sync_s", perf_counter() - begin_s, "syncs")
+
+
+def _capture_begin(watch: Watch, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        watch.graphs.begin(self)
+        return result
+
+    return capture_begin
+
+
+def _capture_end(watch: Watch, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            watch.graphs.end()
+
+    return capture_end
+
+
+def _replay(watch: Watch, original: _Function) -> _Function:
+    @functools.wraps(original)
+    def replay(self: Any) -> Any:
+        if is_dynamo_compiling() or not watch.enter(GRAPH, starts=watch.graphs.find(self).trains):
+            return original(self)
+        try:
+            return original(self)
+        finally:
+            watch.leave()
+            watch.replayed(self)
+
+    return replay

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.compiler import is_dynamo_compiling
 
-from frameworm.attach.patches import Patches
-from frameworm.attach.watch import Watch
+class Captured:
+    """What a graph holds of a training step.
 
-_Function = Callable[..., Any]
+    Attributes:
+        trains: A backward pass, or the step of an optimizer.
+        updates: The step of an optimizer.
+        optimizer: Returns that optimizer, while it exists.
+    """
 
-
-def install_graph_hooks(patches: Patches, watch: Watch) -> None:
-    """Watch what is captured into graphs, and their replays."""
-    graph = torch.cuda.CUDAGraph
-    patches.set(graph, "capture_begin", functools.partial(_capture_begin, watch))
-    patches.set(graph, "capture_end", functools.partial(_capture_end, watch))
-    patches.set(graph, "replay", functools.partial(_replay, watch))
-
-
-def _capture_begin(watch: Watch, original: _Function) -> _Function:
-    @functools.wraps(original)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        watch.capture_begins(self)
-        return result
-
-    return capture_begin
+    def __init__(self) -> None:
+        self.trains = False
+        self.updates = False
+        self.optimizer: Callable[[], Any] = lambda: None
 
 
-def _capture_end(watch: Watch, original: _Function) -> _Function:
-    @functools.wraps(original)
-    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            watch.capture_ends()
+class Graphs:
+    """The graphs that were captured, and the one that is being captured.
 
-    return capture_end
+    Attributes:
+        capturing: Calls are put into this graph now, and nothing runs; None while they run.
+    """
 
+    def __init__(self) -> None:
+        self.capturing: Captured | None = None
+        self._known: weakref.WeakKeyDictionary[Any, Captured] = weakref.WeakKeyDictionary()
 
-def _replay(watch: Watch, original: _Function) -> _Function:
-    @functools.wraps(original)
-    def replay(self: Any) -> Any:
-        if is_dynamo_compiling() or not watch.replay_begins(self):
-            return original(self)
-        try:
-            return original(self)
-        finally:
-            watch.replayed(self)
+    def begin(self, graph: Any) -> None:
+        """The capture of a graph has begun."""
+        self.capturing = Captured()
+        with contextlib.suppress(TypeError):  # one that cannot be looked up is replayed as an unknown one
+            self._known[graph] = self.capturing
 
-    return replay
+    def end(self) -> None:
+        """The capture is over."""
+        self.capturing = None
+
+    def find(self, graph: Any) -> Captured:
+        """What a graph holds; nothing that is known, if nobody saw its capture."""
+        with contextlib.suppress(TypeError):
+            return self._known.get(graph) or Captured()
+        return Captured()

@@ -21,8 +21,7 @@ import torch.utils.data.dataloader as dataloader
 from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.collectives import install_collective_hooks
-from frameworm.attach.device_hooks import install_device_hooks
-from frameworm.attach.graphs import install_graph_hooks
+from frameworm.attach.device_hooks import install_device_hooks, install_graph_hooks
 from frameworm.attach.patches import Patches, keep_compiler_out
 from frameworm.attach.watch import Watch
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, OPTIMIZER

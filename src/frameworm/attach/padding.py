@@ -36,6 +36,15 @@ class Tokens(NamedTuple):
     padding: int
     beyond_longest: int
 
+    def counts(self) -> dict[str, float]:
+        """What the step that trains on the batch counts of it."""
+        return {
+            "read_batches": 1.0,
+            "positions": float(self.positions),
+            "padding_tokens": float(self.padding),
+            "padding_beyond_longest": float(self.beyond_longest),
+        }
+
 
 def tokens_of(batch: Any) -> Tokens | None:
     """What is padding in a batch; None where nothing in it tells."""

@@ -224,7 +224,7 @@ class StepFinder:
         if self.begun and self._inferred:
             self._was_validation()
         if self.begun and self._stepped:
-            if self._place is not None and self._place.by_fetch:
+            if self._place is not None:  # another one had begun, and never stepped an optimizer
                 self._commit()
             else:
                 self._cut(self.timeline.position, dict(self.tally))

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 
 from frameworm.attach.framework import Loops, strategy_of
+from frameworm.attach.graphs import Graphs
 from frameworm.attach.padding import rows_of, tokens_of
+from frameworm.attach.parameters import Parameters, short_name
 from frameworm.attach.samples import Looks
-from frameworm.attach.steps import COMMUNICATION, GRAPH, INFERENCE, INSIDE, StepFinder
+from frameworm.attach.steps import COMMUNICATION, INFERENCE, INSIDE, StepFinder
 from frameworm.attach.timeline import OWN, START, Stretches
+from frameworm.attach.training_thread import TrainingThread
 from frameworm.observe.clocks.nvtx import LiveRanges
 from frameworm.observe.clocks.phases import BACKWARD, CHECKPOINT, DATA_WAIT, FORWARD, OTHER, VALIDATION
 from frameworm.records.schema import StepRecord
@@ -44,22 +47,8 @@ COUNTS = (
 # batch of a step is fetched before the step before it is over.
 READ_FIRST, READ_EVERY = 32, 64
 _DEEPEST = 4
-MOST_OPTIMIZERS = 32  # some scripts make a new one for every step
-# How sure it is that a thread trains which does something; any other phase is 1, and an optimizer's step is all.
-_SURE, _TRAINS = {BACKWARD: 2}, 3
-# Optimizer steps in another thread, while nothing happens in the watched one, after which training has moved there.
-MOVES_AFTER = 3
 # Whether a model called in a phase is one of its own there.
 _RUNS_MODELS: dict[str | None, bool] = {None: True, **{phase: FORWARD in inside for phase, inside in INSIDE.items()}}
-
-
-class _Captured:
-    """What a CUDA graph holds of a training step."""
-
-    def __init__(self) -> None:
-        self.trains = False
-        self.updates = False
-        self.optimizer: Callable[[], Any] = lambda: None
 
 
 class Watch:
@@ -78,6 +67,7 @@ class Watch:
         notes: What went wrong, or was limited.
         looks: Who looks at what the script does in no phase.
         loops: Who knows the loops of libraries.
+        graphs: The CUDA graphs of the script.
     """
 
     def __init__(
@@ -108,12 +98,8 @@ class Watch:
         self._waiting: deque[tuple[int, Stretches]] = deque()
         self._short = False
         self._passed_on_s = 0.0
-        self._thread = threading.get_ident()
-        self._sure = 0  # that it is this thread which trains
-        self._idle_at, self._idle_steps = -1, 0
-        self._others_train = False
-        self._capturing: _Captured | None = None
-        self._graphs: weakref.WeakKeyDictionary[Any, _Captured] = weakref.WeakKeyDictionary()
+        self._thread = TrainingThread()
+        self.graphs = Graphs()
         self._wall_s = time.time() - time.perf_counter()
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._last_trained: Callable[[], torch.nn.Module | None] = lambda: None
@@ -123,8 +109,7 @@ class Watch:
         self._restarts = False
         self._start_s = 0.0
         self._starting: weakref.WeakSet[Any] = weakref.WeakSet()  # passes whose workers have given nothing yet
-        self._parameters: dict[int, dict[int, int]] = {}  # of each optimizer, the last to step last
-        self._teams: set[frozenset[int]] = set()
+        self._parameters = Parameters()
         self._backward_of: dict[str, float] = {}
         self._exposed: dict[str, float] = {}
         self._exposed_samples = 0
@@ -156,15 +141,14 @@ class Watch:
         if not self.active:
             return False
         try:
-            if self._capturing is not None:  # nothing runs now
-                self._capturing.trains = self._capturing.trains or starts or phase == BACKWARD
+            if self.graphs.capturing is not None:  # nothing runs now
+                self.graphs.capturing.trains |= starts or phase == BACKWARD
                 return False
             if not (self._is_watched() or self._takes_over(phase, starts)):
                 return False
             if not self._finder.open(phase, counts, starts=starts):
                 return False
-            if self._sure < _TRAINS:
-                self._sure = max(self._sure, _TRAINS if starts else _SURE.get(phase, 1))
+            self._thread.gave_sign(phase, starts)
             self.busy = not _RUNS_MODELS[self._finder.phase]
             if self._ranges is not None and self.active:
                 self._ranges.enter(phase)
@@ -191,40 +175,27 @@ class Watch:
 
     def _is_watched(self) -> bool:
         """Whether this is the watched thread, or one in which autograd runs a backward pass for it."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread.ident:
             return True
         return BACKWARD in self._finder.phases and torch._C._current_graph_task_id() != -1
 
     def _takes_over(self, phase: str, starts: bool) -> bool:
-        """Whether to watch this thread from now on, because it trains and the watched one does not.
-
-        What loads or infers beside a loop that trains must not take its place: a thread takes over by a surer sign of
-        training than the watched one has given, or when that one rests while this one steps optimizers.
-        """
-        sure = _TRAINS if starts else _SURE.get(phase, 1)
-        if sure <= self._sure:
-            if not starts:
-                return False
-            self._others_train = True
-            position = self._finder.timeline.position
-            if self._finder.phases or position != self._idle_at:
-                self._idle_at, self._idle_steps = position, 0
-            self._idle_steps += 1
-            if self._idle_steps < MOVES_AFTER:
-                return False
-            self._finder.finish()
-            self._others_train = False
+        """Whether this thread, which was not watched, is watched from now on."""
+        finder, moves = self._finder, self._thread.moves
+        if not self._thread.gives_way(phase, starts, None if finder.phases else finder.timeline.position):
+            return False
+        if self._thread.moves > moves:
+            finder.finish()
             self.notes.append(f"after {self.steps} steps training moved to another thread, which was then observed")
         self._finder = StepFinder(self._step_ended)
-        self._thread, self._sure, self._idle_at = threading.get_ident(), 0, -1
         self.busy = False
         if self.looks is not None:
-            self.looks.watched = self._thread
+            self.looks.watched = self._thread.ident
         return self.active
 
     def enter_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """A module is called that no other module called."""
-        if not self.active or (self._sure and threading.get_ident() != self._thread):
+        if not self.active or (self._thread.sure and not self._is_watched()):
             return False
         try:
             training = module.training
@@ -292,14 +263,7 @@ class Watch:
             found = None
         if self._finder.begun:
             self.skip_time()
-        if found is None:
-            return {}
-        return {
-            "read_batches": 1.0,
-            "positions": float(found.positions),
-            "padding_tokens": float(found.padding),
-            "padding_beyond_longest": float(found.beyond_longest),
-        }
+        return {} if found is None else found.counts()
 
     def optimizer_begins(self) -> None:
         """An optimizer begins its step; called within the phase."""
@@ -312,7 +276,7 @@ class Watch:
 
     def closure_begins(self) -> None:
         """An optimizer evaluates the closure that it was given; called within its phase."""
-        if self.active and threading.get_ident() == self._thread:
+        if self.active and threading.get_ident() == self._thread.ident:
             self._finder.closure_begins()
 
     def optimizer_stepped(self, optimizer: Any) -> None:
@@ -320,7 +284,7 @@ class Watch:
         if not self.active:
             return
         try:
-            self._look_at(optimizer)
+            self._parameters.look_at(optimizer, self.facts)
             self._updates += 1
             if self.loops is not None and self._updates & (self._updates - 1) == 0:
                 self._recognise(self.loops, optimizer)
@@ -335,48 +299,26 @@ class Watch:
 
     def update_captured(self, optimizer: Any) -> None:
         """An optimizer has stepped whose phase was not entered: a graph that is being captured will step it."""
-        if not self.active or self._capturing is None:
+        captured = self.graphs.capturing
+        if not self.active or captured is None:
             return
         try:
-            self._look_at(optimizer)
-            self._capturing.updates = True
-            self._capturing.optimizer = weakref.ref(optimizer)
+            self._parameters.look_at(optimizer, self.facts)
+            captured.updates = True
+            captured.optimizer = weakref.ref(optimizer)
         except Exception as error:
             self.fail(error)
-
-    def capture_begins(self, graph: Any) -> None:
-        """Calls are put into a CUDA graph from now on, and nothing runs."""
-        if not self.active:
-            return
-        try:
-            self._capturing = self._graphs[graph] = _Captured()
-        except Exception as error:
-            self.fail(error)
-
-    def capture_ends(self) -> None:
-        """Calls run again."""
-        self._capturing = None
-
-    def replay_begins(self, graph: Any) -> bool:
-        """A graph is replayed; False when that is part of what goes on already, and `replayed` must not be called."""
-        captured = self._captured(graph)
-        return self.enter(GRAPH, starts=captured is not None and captured.trains)
 
     def replayed(self, graph: Any) -> None:
-        """The replay that has begun is launched; it is a step if the graph steps an optimizer."""
-        self.leave()
-        captured = self._captured(graph)
-        if captured is None or not captured.updates:
+        """A graph was replayed, and its phase is over; that is a step if the graph steps an optimizer."""
+        captured = self.graphs.find(graph)
+        if not self.active or not captured.updates:
             return
         self.facts["captured_steps"] = self.facts.get("captured_steps", 0) + 1
-        optimizer = captured.optimizer()
-        if optimizer is not None:
+        if (optimizer := captured.optimizer()) is not None:
             self.optimizer_stepped(optimizer)
         else:
             self._finder.optimizer_stepped(id(captured))
-
-    def _captured(self, graph: Any) -> _Captured | None:
-        return self._graphs.get(graph) if self.active else None
 
     def waited(self) -> None:
         """The step has waited for communication that began earlier, of which nobody knows how long it took."""
@@ -390,7 +332,7 @@ class Watch:
 
     def spent(self, metric: str, seconds: float, count: str | None = None) -> None:
         """Time of the host within the phases."""
-        if self.active and self._finder.begun and threading.get_ident() == self._thread:
+        if self.active and self._finder.begun and threading.get_ident() == self._thread.ident:
             self._finder.add(metric, seconds)
             if count is not None:
                 self._finder.add(count, 1)
@@ -408,7 +350,7 @@ class Watch:
             if self._finder.phase == FORWARD:
                 for kind in ("cuda", "cpu"):
                     if torch.is_autocast_enabled(kind):
-                        self.facts["precision"] = _short_name(torch.get_autocast_dtype(kind))
+                        self.facts["precision"] = short_name(torch.get_autocast_dtype(kind))
                         self.curious = False
         except Exception as error:
             self.fail(error)
@@ -436,7 +378,7 @@ class Watch:
                 f"loader workers took {self._start_s:.2g} s in all to start and give their first batch, which no step "
                 f"counts{advice}"
             )
-        if self._others_train:
+        if self._thread.others_train:
             self.notes.append("optimizers were stepped in another thread too; the figures leave it out")
         if self._exposed_samples and self._exposed_samples < self.steps - STEPS_HELD_BACK:
             self.notes.append(
@@ -459,31 +401,6 @@ class Watch:
         except Exception as error:
             self.loops = None
             self.notes.append(f"the framework is not known: {type(error).__name__}: {error}")
-
-    def _look_at(self, optimizer: Any) -> None:
-        """Count the parameters of the optimizers that take turns; one that never steps again trains something else."""
-        identity, known = id(optimizer), self._parameters
-        if known and next(reversed(known)) == identity:
-            return
-        if identity not in known:
-            parameters = [item for group in optimizer.param_groups for item in group["params"]]
-            known[identity] = {id(item): item.numel() for item in parameters}
-            self.facts.setdefault("parameters", sum(known[identity].values()))
-            if parameters and "device" not in self.facts:
-                self.facts["device"] = str(parameters[0].device)
-                self.facts.setdefault("precision", _short_name(parameters[0].dtype))
-            if len(known) > MOST_OPTIMIZERS:
-                del known[next(iter(known))]
-            return
-        order = list(known)
-        team = order[order.index(identity) :]  # who has stepped since this one did
-        known[identity] = known.pop(identity)
-        if frozenset(team) not in self._teams and len(self._teams) < MOST_OPTIMIZERS:
-            self._teams.add(frozenset(team))
-            together: dict[int, int] = {}
-            for member in team:
-                together.update(known[member])
-            self.facts["parameters"] = max(self.facts["parameters"], sum(together.values()))
 
     def _step_ended(self, step: Stretches) -> None:
         self.steps += 1
@@ -581,8 +498,3 @@ def leading_size(batch: Any, depth: int = 0) -> int | None:
             if found is not None:
                 return found
     return None
-
-
-def _short_name(dtype: torch.dtype) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))

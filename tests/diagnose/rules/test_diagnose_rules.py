@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "compute_bound": ({}, [{"phases": {"data_wait": 0.1}}, {"device": GPU, "system": gpu_system(0.2)}]),
     "communication_bound": (
-        {"phases": {"communication_exposed": 0.01}, "world_size": 2},
+        {"phases": {"communication_exposed": 0.01}, "world_size": 2, "strategy": "ddp"},
         [
             {"phases": {"communication_exposed": 0.0001}, "world_size": 2},
             {"phases": {"communication_exposed": 0.01}, "world_size": 1},

@@ -98,6 +98,28 @@ def test_precision_in_the_words_of_each_framework(name: str | None, line: str) -
 
 
 @pytest.mark.parametrize(
+    ("strategy", "name", "knob", "line"),
+    [
+        ("ddp", "torch", "parallel.compression", "register_comm_hook"),
+        ("fsdp2", "torch", "parallel.compression", "reduce_dtype=torch.bfloat16"),
+        ("fsdp2", "torch", "parallel.strategy", "reshard_after_forward=False"),
+        ("fsdp", "torch", "parallel.strategy", "SHARD_GRAD_OP"),
+        ("fsdp2", "torch", "training.global_batch", "set_requires_gradient_sync"),
+        ("fsdp2", "accelerate", "parallel.compression", None),
+        ("ddp", "torch", "parallel.strategy", None),
+        (None, "torch", "parallel.compression", None),
+        (None, "torch", "training.global_batch", None),
+    ],
+)
+def test_communication_has_remedies_for_what_the_script_sends(
+    strategy: str | None, name: str, knob: str, line: str | None
+) -> None:
+    found = told(judged("communication_bound", name, strategy=strategy))
+    assert (knob in found) == (line is not None)
+    assert line is None or line in found[knob]
+
+
+@pytest.mark.parametrize(
     ("strategy", "name", "line"),
     [
         ("fsdp", "torch", "FullyShardedDataParallel(..., mixed_precision="),

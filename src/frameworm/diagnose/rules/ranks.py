@@ -38,12 +38,15 @@ def communication_bound(facts: Facts) -> Finding | None:
         "buckets": len(communication.buckets or []) or None,
         "world_size": facts.world_size,
     }
-    compressible = facts.setting("parallel.strategy") not in NOT_COMPRESSED
+    strategy = facts.record.strategy
+    # A script may send anything, such as activations, of which only its author knows what could be less.
+    gradients = not facts.attached or strategy == "ddp" or strategy in SHARDED
+    compressible = gradients and facts.setting("parallel.strategy") not in NOT_COMPRESSED
     options = _fewer_bytes(communication.compression) if compressible else []
-    if facts.attached and facts.record.strategy in SHARDED:
+    if facts.attached and strategy in SHARDED:
         options.append(Option("parallel.strategy", "zero2", ""))
     whole = known(facts.record.batch.global_)
-    if whole:
+    if whole and gradients:
         twice = "twice the work per synchronisation, with lr to match"
         options.append(Option("training.global_batch", int(2 * whole), twice))
     if sent and 0 < len(communication.buckets or []) < BUCKETS_TO_OVERLAP:
