@@ -280,6 +280,34 @@ def test_replayed_steps_have_nothing_unseen(graphs: None, observe: Callable[...,
     assert record.unseen == []
 
 
+def test_blocking_communication_is_not_said_to_be_hidden(tmp_path: Path) -> None:
+    """The first steps, in which ranks find each other, are in neither figure."""
+    folder = RunFolder(tmp_path)
+    for rank in range(2):
+        writer = JsonLinesWriter(folder.steps(rank))
+        for number in range(1, 21):
+            wait_s = 0.5 if number < 4 else 0.01
+            phases = {"forward": 0.02, "communication_exposed": wait_s}
+            writer.write(
+                StepRecord(
+                    step=number,
+                    epoch=1,
+                    time=float(number),
+                    step_s=0.02 + wait_s,
+                    loss=None,
+                    lr=None,
+                    samples=1,
+                    count=1.0,
+                    phases=phases,
+                    communication_s=wait_s,
+                )
+            )
+        writer.close()
+    record, _ = record_of(folder, Surroundings("run", "completed", world_size=2))
+    assert record.communication.total_s == pytest.approx(0.01)
+    assert record.communication.exposed_s == pytest.approx(0.01)
+
+
 class FakeStream:
     """A stream, by its number."""
 

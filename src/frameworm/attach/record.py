@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from frameworm.errors import FramewormError, RunFolderError
@@ -28,7 +28,7 @@ from frameworm.records.schema import (
     json_ready,
 )
 from frameworm.records.series import SeriesPoint
-from frameworm.records.statistics import StepAggregate
+from frameworm.records.statistics import DEFAULT_WARMUP, StepAggregate
 from frameworm.records.store import RunFolder
 from frameworm.records.trace import TraceSummary
 from frameworm.records.typed import read_record
@@ -83,7 +83,7 @@ class _Rank:
         self.samples = 0
         self.checkpoints = 0
         self.checkpoint_s = 0.0
-        self._communication = [0.0, 0.0]  # steps in which it was known, and seconds
+        self._communication: list[float | None] = []
 
     def add(self, step: StepRecord) -> None:
         self.aggregate.add(step)
@@ -101,14 +101,14 @@ class _Rank:
         # Model, optimizer and the like in files of their own are one checkpoint.
         self.checkpoints += metrics.get("checkpoints", 0) > 0
         self.checkpoint_s += step.phases.get("checkpoint", 0.0)
-        if step.communication_s is not None:
-            self._communication[0] += 1
-            self._communication[1] += step.communication_s
+        self._communication.append(step.communication_s)
 
     @property
     def communication_s(self) -> float | None:
-        known, seconds = self._communication
-        return seconds / known if known else None
+        """Mean of the steps that the phases count too: the first ones are warm-up."""
+        steps = self._communication
+        known = [item for item in steps[min(DEFAULT_WARMUP, len(steps) // 2) :] if item is not None]
+        return mean(known) if known else None
 
     def summary(self, rank: int) -> RankSummary:
         spread = self.aggregate.throughput().step_s
