@@ -45,6 +45,7 @@ class Loop(NamedTuple):
         method: The method.
         name: As remedies call the framework.
         options: From the instance to the class that takes options, and those with their values.
+        taker: Module and name of that class; subclasses may take more.
         overridden: Subclasses may have a method of their own in its place.
     """
 
@@ -53,6 +54,7 @@ class Loop(NamedTuple):
     method: str
     name: str
     options: Callable[[Any], tuple[str, Mapping[str, Any]]]
+    taker: tuple[str, str]
     overridden: bool = False
 
 
@@ -82,15 +84,26 @@ def _parameters(kind: type, holder: Any) -> dict[str, Any]:
 
 
 LOOPS = (
-    Loop("transformers.trainer", "Trainer", "train", TRANSFORMERS, _of_arguments, overridden=True),
-    Loop("lightning.pytorch.trainer.trainer", "Trainer", "fit", LIGHTNING, _of_trainer),
-    Loop("pytorch_lightning.trainer.trainer", "Trainer", "fit", LIGHTNING, _of_trainer),
+    Loop(
+        "transformers.trainer",
+        "Trainer",
+        "train",
+        TRANSFORMERS,
+        _of_arguments,
+        ("transformers.training_args", "TrainingArguments"),
+        overridden=True,
+    ),
+    *(
+        Loop(module, "Trainer", "fit", LIGHTNING, _of_trainer, (module, "Trainer"))
+        for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+    ),
     Loop(
         "accelerate.optimizer",
         "AcceleratedOptimizer",
         "step",
         ACCELERATE,
         functools.partial(_of_module, "accelerate", "Accelerator", "accelerator_state"),
+        ("accelerate.accelerator", "Accelerator"),
     ),
     Loop(
         "lightning.fabric.wrappers",
@@ -98,6 +111,7 @@ LOOPS = (
         "step",
         FABRIC,
         functools.partial(_of_module, "lightning.fabric", "Fabric", "_strategy"),
+        ("lightning.fabric.fabric", "Fabric"),
     ),
 )
 # Packages whose classes derive from those of another one, and take more options.

@@ -46,7 +46,7 @@ PLACES: list[tuple[str, int, str]] = [
 
 def added(changes: dict[str, Any], source: str = SCRIPT, places: list[tuple[str, int, str]] = PLACES) -> list[str]:
     """The lines that a patch adds; what comes out is Python."""
-    written = patched(source, changes, places)
+    written = patched(source, changes, {"places": places})
     ast.parse(written)
     lines = as_diff(source, written, "train.py").splitlines()
     assert lines[:2] == ["--- a/train.py", "+++ b/train.py"]
@@ -60,8 +60,8 @@ def added(changes: dict[str, Any], source: str = SCRIPT, places: list[tuple[str,
             {"fused_optimizer": True},
             ["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), fused=True)"],
         ),
-        ({"workers": 3}, ["num_workers=3, persistent_workers=True,"]),
-        ({"pin_memory": True}, ["num_workers=workers, pin_memory=True,"]),
+        ({"workers": 3}, ["num_workers=3,", "persistent_workers=True,"]),
+        ({"pin_memory": True}, ["pin_memory=True,"]),
         ({"compile": True}, ["model.compile()"]),
         ({"channels_last": True}, ["model.to(memory_format=torch.channels_last)"]),
         ({"tf32": True}, ['torch.set_float32_matmul_precision("high")']),
@@ -69,7 +69,8 @@ def added(changes: dict[str, Any], source: str = SCRIPT, places: list[tuple[str,
             {"tf32": True, "compile": True, "workers": 1},
             [
                 'torch.set_float32_matmul_precision("high")',
-                "num_workers=1, persistent_workers=True,",
+                "num_workers=1,",
+                "persistent_workers=True,",
                 "model.compile()",
             ],
         ),
@@ -103,4 +104,4 @@ def test_text_beyond_ascii_moves_nothing() -> None:
 )
 def test_what_has_no_place_says_why(changes: dict[str, Any], source: str, places: Any, told: str) -> None:
     with pytest.raises(NoPatchError, match=told.replace("*", r"\*")):
-        patched(source, changes, places)
+        patched(source, changes, {"places": places})

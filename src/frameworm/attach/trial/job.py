@@ -20,6 +20,7 @@ class TrialJob:
         module: The name that it has as a module, where it runs as with `python -m`.
         source: What to run in its place, under its name; None: what it holds.
         switches: What is set, as `Switches.to_dict` gives it.
+        options: By class of a framework, the options that its objects get, as `through_options` divides them.
         role: time: stand and go by the step, as told. lead: write down states and what steps give from there. follow:
             take these over and write down what one's own steps give.
         folder: Where states lie, and where a process writes what it computed.
@@ -39,6 +40,7 @@ class TrialJob:
     module: str | None = None
     source: str | None = None
     switches: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     role: Role = "time"
     folder: str = ""
     name: str = ""

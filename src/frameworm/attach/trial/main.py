@@ -92,14 +92,17 @@ def _close(job: TrialJob, but: int | None = None) -> None:
 def _attach(job: TrialJob, link: Link) -> Any:
     """The script has imported torch: set the switches and count its steps."""
     from frameworm.attach.patches import Patches
+    from frameworm.attach.trial.framework_options import FrameworkOptions
     from frameworm.attach.trial.interception import intercept
     from frameworm.attach.trial.lockstep import ComparedRun
     from frameworm.attach.trial.timing import TimedRun
 
     models = intercept(Switches.from_dict(job.switches), Patches())
+    options = FrameworkOptions(job.script, job.options)
+    options.watch(Patches())
     run: TimedRun | ComparedRun
     if job.role == "time":
-        run = TimedRun(models, link.report, link.receive, job.script)
+        run = TimedRun(models, link.report, link.receive, job.script, options)
     else:
         run = ComparedRun(models, job, link.report)
     run.counter.install()

@@ -72,6 +72,7 @@ class StepCounter:
         step: Number of the step that is going on.
         updates: Updates that optimizers have made.
         models: Modules that were trained, in the order in which they were found.
+        own_models: Those of them that a line of the script calls.
         optimizers: Those that have stepped, likewise.
         places: Lines of the script where optimizers and loaders are made and models are called, as kind, line and, of
             a model, the name that it has there.
@@ -80,6 +81,7 @@ class StepCounter:
     def __init__(self, listener: Listener, script: str = "") -> None:
         self.step = self.updates = 0
         self.models: list[nn.Module] = []
+        self.own_models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.places: list[tuple[Place, int, str]] = []
         self._script = script
@@ -165,7 +167,8 @@ class StepCounter:
                 return original(module, *args, **kwargs)
             if not any(module is known for known in self.models) and _learns(module):
                 self.models.append(module)
-                self._note_place("model", module)
+                if self._note_place("model", module):
+                    self.own_models.append(module)
                 self._tell(self._listener.model_found, module)
             if self._since_fetch is None:  # otherwise a batch may serve several updates, whose passes belong together
                 self._begin()
@@ -220,15 +223,17 @@ class StepCounter:
 
         return initialise
 
-    def _note_place(self, kind: Place, made: object = None) -> None:
-        """The line of the script that goes on, if this is its own doing and not a library's."""
+    def _note_place(self, kind: Place, made: object = None) -> bool:
+        """Note the line of the script that goes on, if this is its own doing and not a library's."""
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
             frame = frame.f_back
-        if frame is not None and frame.f_code.co_filename == self._script:
-            names = {**frame.f_globals, **frame.f_locals}
-            name = next((name for name, value in names.items() if made is not None and value is made), "")
-            self.places.append((kind, frame.f_lineno, name))
+        if frame is None or frame.f_code.co_filename != self._script:
+            return False
+        names = {**frame.f_globals, **frame.f_locals}
+        name = next((name for name, value in names.items() if made is not None and value is made), "")
+        self.places.append((kind, frame.f_lineno, name))
+        return True
 
     def _stepping(self, original: _Function) -> _Function:
         @functools.wraps(original)

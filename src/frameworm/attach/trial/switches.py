@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from frameworm.diagnose.rules.wording import TORCH, say
+from frameworm.diagnose.rules.wording import TORCH, options_for, say_own
 from frameworm.errors import ConfigError
 from frameworm.records.observations import Framework
 
@@ -77,7 +78,7 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
         "gpu.mixed_precision",
         "with torch.autocast(device, torch.bfloat16): around the forward pass and the loss",
     ),
-    "fused_optimizer": ("fused optimizer", "gpu.fused_optimizer:AdamW", "fused=True in the optimizer's arguments"),
+    "fused_optimizer": ("fused optimizer", "gpu.fused_optimizer", "fused=True in the optimizer's arguments"),
     "compile": ("compiled model", "gpu.compile_model", "model.compile() before the first step"),
     "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
     "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
@@ -111,10 +112,57 @@ def by_hand(changes: Mapping[str, Any], framework: Mapping[str, Any] | None = No
         changes: Switches and their values.
         framework: As `attach.framework` has found it; None: a loop of the script's own.
     """
-    own = Framework(**framework) if framework is not None else None
     lines = []
     for name, value in changes.items():
-        _, key, line = WORDS[name]
-        said = say(own, key, value) if key is not None and own is not None and own.name != TORCH else ""
-        lines.append(said or line.format(value=value))
+        own, key = _wanted(name, framework)
+        said = say_own(own, key, value) if own is not None and key is not None else ""
+        lines.append(said or WORDS[name][2].format(value=value))
     return lines
+
+
+def options_of(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Options of the framework whose loop the script runs, for the switches that it has options for.
+
+    Args:
+        changes: Switches and their values.
+        facts: What is known about the script.
+
+    Returns:
+        By switch, options of the installed version with their values as code.
+    """
+    found = {}
+    for name, value in changes.items():
+        own, key = _wanted(name, facts.get("framework"))
+        options = options_for(own, key, value) if own is not None and key is not None else {}
+        if options:
+            found[name] = options
+    return found
+
+
+def through_options(switches: Switches, facts: Mapping[str, Any]) -> tuple[Switches, dict[str, dict[str, Any]]]:
+    """Divide switches between torch and the options of the script's framework; what the script gives itself stays.
+
+    Args:
+        switches: What is to be on.
+        facts: What is known about the script; empty: nothing yet.
+
+    Returns:
+        The switches to set in torch, and by class the options that its objects get.
+    """
+    given = facts.get("options_given") or ()
+    usual, left, options = asdict(Switches()), switches, {}
+    for name, wanted in options_of(switches.to_dict(), facts).items():
+        if not wanted.keys() & set(given):
+            left = left.having({name: usual[name]})
+            options.update({key: ast.literal_eval(text) for key, text in wanted.items()})
+    return left, {str(facts["framework"]["arguments"]): options} if options else {}
+
+
+def _wanted(name: str, framework: Mapping[str, Any] | None) -> tuple[Framework | None, str | None]:
+    """The framework, unless the loop is the script's own, and what a switch is called among remedies."""
+    own = Framework(**framework) if framework is not None else None
+    key = WORDS[name][1]
+    if own is None or own.name == TORCH:
+        return None, key
+    # An option names an optimizer, and another one must not be swapped for it.
+    return own, f"{key}:{own.unfused_optimizer}" if name == "fused_optimizer" else key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from frameworm.attach.framework import Loops
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import facts_of_data_parallel
+from frameworm.attach.trial.framework_options import FrameworkOptions
 from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.watch import leading_size
@@ -31,6 +33,7 @@ class TimedRun(Listener):
         report: Takes what is to be told.
         receive: Gives what to do: `{"go": steps}`.
         script: See `StepCounter`.
+        options: What the script's framework is given, and where.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class TimedRun(Listener):
         report: Callable[[dict[str, Any]], None],
         receive: Callable[[], dict[str, Any]],
         script: str,
+        options: FrameworkOptions,
     ) -> None:
         self.counter = StepCounter(self, script)
+        self._options = options
         self._switches = switches
         self._report, self._receive = report, receive
         self._stop_before = FIRST_STEPS + 1
@@ -93,17 +98,22 @@ class TimedRun(Listener):
         told["seconds"] = None if self._begun is None else now - self._begun
         told["age_s"] = now - self._born
         if self._begun is None:
-            told["facts"] = {
-                **facts_of(self.counter, self._seen),
-                "data_parallel": facts_of_data_parallel(
-                    self.counter.models, self._passes / max(1, self.counter.updates)
-                ),
-                "framework": self._framework,
-            }
+            told["facts"] = self._facts()
         self._report(told)
         self._stop_before = number + int(self._receive()["go"])
         self._waited_s, self._samples = 0.0, 0
         self._begun = self._now()
+
+    def _facts(self) -> dict[str, Any]:
+        facts, arguments = facts_of(self.counter, self._seen), (self._framework or {}).get("arguments")
+        facts["places"] = [*facts["places"], *self._options.places(arguments)]
+        passes = self._passes / max(1, self.counter.updates)
+        return {
+            **facts,
+            **self._options.facts(arguments),
+            "data_parallel": facts_of_data_parallel(self.counter.models, passes),
+            "framework": self._framework,
+        }
 
     def _now(self) -> float:
         if torch.cuda.is_initialized():
@@ -190,7 +200,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "models": [type(item).__name__ for item in models],
         "optimizers": [type(item).__name__ for item in optimizers],
         "half": seen.autocast or any(item.dtype in (torch.float16, torch.bfloat16) for item in parameters),
-        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "tf32": _uses_tf32(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "can_fuse": any(can_fuse(item) for item in optimizers),
         "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
@@ -198,4 +208,16 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,
         "places": counter.places,
+        "own_names": _digest([[name for name, _ in item.named_parameters()] for item in counter.own_models]),
     }
+
+
+def _digest(names: list[list[str]]) -> str:
+    return hashlib.sha256(repr(names).encode()).hexdigest()
+
+
+def _uses_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set in the newer way, which the older one does not read
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -10,7 +10,7 @@ import yaml
 
 from frameworm.attach.script import AfterImport, Ending, check_script, run_script
 from frameworm.attach.trial.fingerprint import differences, fingerprint_of
-from frameworm.attach.trial.switches import Switches, in_words
+from frameworm.attach.trial.switches import Switches, in_words, through_options
 from frameworm.errors import ConfigError
 
 
@@ -63,13 +63,16 @@ class TunedRun:
 
     def _attach(self) -> None:
         from frameworm.attach.patches import Patches
+        from frameworm.attach.trial.framework_options import FrameworkOptions
         from frameworm.attach.trial.interception import intercept
         from frameworm.attach.trial.provenance import sign_saved_files
         from frameworm.attach.trial.timing import SwitchedRun
 
+        switches, options = through_options(self.switches, self.facts)
         patches = Patches()
         sign_saved_files(self.to_dict(), patches)
-        SwitchedRun(intercept(self.switches, patches), self._fingerprint.get("device")).counter.install()
+        FrameworkOptions(str(self.script.absolute()), options).watch(patches)
+        SwitchedRun(intercept(switches, patches), self._fingerprint.get("device")).counter.install()
 
 
 def _read(tuned: Path) -> dict[str, Any]:

@@ -222,13 +222,45 @@ def say(framework: Framework | None, key: str, value: Any, strategy: str | None 
         strategy: How the script divides the model among ranks.
         accumulation: Micro-batches per step.
     """
-    framework = framework or Framework(TORCH)
+    _, code, why = _said(framework or Framework(TORCH), key, value, strategy, accumulation)
+    return f"{code}: {why}" if why else code
+
+
+def say_own(framework: Framework, key: str, value: Any) -> str:
+    """The same where the framework has words of its own for it; empty where it is told torch's."""
+    dialect, *_ = _said(framework, key, value)
+    return "" if dialect == TORCH else say(framework, key, value)
+
+
+def options_for(framework: Framework, key: str, value: Any) -> dict[str, str]:
+    """Options of the framework's arguments that do it, as the installed version takes them, and their values as code.
+
+    Empty where it has none, where they are set that way already, or where a value is more than a literal.
+    """
+    _, code, _ = _said(framework, key, value)
+    if not framework.arguments or not code.startswith(f"{framework.arguments}("):
+        return {}
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call), code
+    try:
+        for item in call.keywords:
+            ast.literal_eval(item.value)
+    except ValueError:
+        return {}
+    return {str(item.arg): ast.get_source_segment(code, item.value) or "" for item in call.keywords}
+
+
+def _said(
+    framework: Framework, key: str, value: Any, strategy: str | None = None, accumulation: int = 1
+) -> tuple[str, str, str]:
+    """Whose words they are, the line, and what it does."""
+    nothing = TORCH, "", ""
     knob = key.partition(":")[0]
     known = next((WORDS[name] for name in (f"{key}:{value}", key, knob) if name in WORDS), {})
     if framework.name in _NO_PLACE.get(knob, ()):
-        return ""
+        return nothing
     if knob == "parallel.compression" and strategy in SHARDED and framework.name in _OWN_TERMS:
-        return ""  # their words are for DDP
+        return nothing  # their words are for DDP
     fields = {
         "value": value,
         "whole": max(1, round(value)) if isinstance(value, float) else value,
@@ -239,7 +271,7 @@ def say(framework: Framework | None, key: str, value: Any, strategy: str | None 
     for dialect in _dialects(framework, strategy):
         for words in _alternatives(known.get(dialect)):
             if isinstance(words, str):
-                return words.format_map(fields)
+                return dialect, words.format_map(fields), ""
             checked = words.code.startswith(_CHECKED)
             if checked and not fields["arguments"].isidentifier():
                 continue
@@ -249,9 +281,9 @@ def say(framework: Framework | None, key: str, value: Any, strategy: str | None 
                 if not wanted.keys() <= framework.options.keys():
                     continue
                 if all(framework.options[name] == item for name, item in wanted.items()):
-                    return ""
-            return code + (": " + words.why.format_map(fields) if words.why else "")
-    return ""
+                    return nothing
+            return dialect, code, words.why.format_map(fields)
+    return nothing
 
 
 def options_named(name: str) -> set[str]:

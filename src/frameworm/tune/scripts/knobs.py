@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from frameworm.attach.trial.switches import Switches
+
 Facts = Mapping[str, Any]
 
 # A loader that is waited for less than this is fast enough.
@@ -143,3 +145,18 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ScriptKnob(_bucket, lambda facts: 0.05, _why_no_bucket),
     ScriptKnob(lambda facts: {"compile": True}, lambda facts: 0.25, _why_not_compiled, 20.0),
 )
+
+
+def is_open(name: str, facts: Facts) -> bool:
+    """Whether a switch that should be on could still be set: what was to set it had no effect."""
+    knobs = [knob for knob in SCRIPT_KNOBS if list(knob.changes(facts)) == [name]]
+    return any(knob.why_not(facts) is None for knob in knobs)
+
+
+def does_more(switches: Switches, before: Facts, after: Facts) -> bool:
+    """Whether a script differs from what it was by more than the switches: in its precision, or in what it saves."""
+    return bool(
+        (after["tf32"] and not before["tf32"] and not switches.tf32)
+        or (after["half"] and not before["half"] and switches.autocast == "off")
+        or after["own_names"] != before["own_names"]
+    )

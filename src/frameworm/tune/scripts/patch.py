@@ -1,6 +1,7 @@
 """The changes that a tuning found, written into the script itself: a small diff, or why there is none.
 
-Where to write is known from the run: the lines at which optimizers and loaders were made and models were called.
+Where to write is known from the run: the lines at which optimizers, loaders and a framework's options were made and
+models were called.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ast
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from frameworm.attach.trial.switches import options_of
 
 # Switches that become keywords of a call that the script makes, and those that become lines of their own.
 _KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
@@ -21,30 +24,39 @@ _AT_THE_TOP = {
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
 }
 _OF_THE_MODEL = {"channels_last": "{model}.to(memory_format=torch.channels_last)", "compile": "{model}.compile()"}
-_MAKES = {"loader": ("DataLoader",), "optimizer": ()}
+_MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": ()}
 
 
 class NoPatchError(Exception):
     """There is no place in the script to write a change; the message says why."""
 
 
-def patched(source: str, changes: Mapping[str, Any], places: Sequence[Sequence[Any]]) -> str:
+def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """The script with the changes in it.
 
     Args:
         source: The script.
         changes: Switches and their values.
-        places: Kind, line and name, as `StepCounter` has noted them.
+        facts: What is known about the script; of its `places`, kind, line and name, as they were noted.
 
     Raises:
         NoPatchError: One of the changes has no place of its own.
     """
+    places: Sequence[Sequence[Any]] = facts["places"]
+    options = options_of(changes, facts)
+    keywords = {"options": {key: text for item in options.values() for key, text in item.items()}}
     for name, value in changes.items():
-        if name in _KEYWORDS:
-            kind, keywords = _KEYWORDS[name]
-            lines = sorted({int(line) for found, line, _ in places if found == kind})
-            written = {key: text.format(value=value) for key, text in keywords.items()}
-            source = _with_keywords(source, name, kind, lines, written)
+        if name in _KEYWORDS and name not in options:
+            kind, wanted = _KEYWORDS[name]
+            keywords.setdefault(kind, {}).update({key: text.format(value=value) for key, text in wanted.items()})
+    # From the last line on: what is written at one must not move the others.
+    for line, kind, name in sorted({(int(line), kind, str(name)) for kind, line, name in places}, reverse=True):
+        if keywords.get(kind):
+            source = _with_keywords(source, line, kind, _MAKES.get(kind, (name,)), keywords[kind])
+    for kind, wanted in keywords.items():
+        if wanted and kind not in {place[0] for place in places}:
+            raise NoPatchError(_why_no_place(kind, wanted, facts))
+    changes = {name: value for name, value in changes.items() if name not in _KEYWORDS and name not in options}
     tree = ast.parse(source)
     added: dict[int, list[str]] = {}
     for name in changes:
@@ -56,7 +68,7 @@ def patched(source: str, changes: Mapping[str, Any], places: Sequence[Sequence[A
             models = sorted({str(model) for kind, _, model in places if kind == "model"})
             place, text = _after_model(source, tree, name, models)
             added.setdefault(place, []).append(text)
-        elif name not in _KEYWORDS:
+        else:
             raise NoPatchError(f"{name}: it goes around the model's call and its loss, which only you can tell apart")
     rows = source.splitlines(keepends=True)
     for place in sorted(added, reverse=True):
@@ -73,46 +85,59 @@ def as_diff(before: str, after: str, name: str) -> str:
     )
 
 
-def _with_keywords(source: str, name: str, kind: str, lines: Sequence[int], keywords: Mapping[str, str]) -> str:
-    """The calls at these lines with keywords added; those that they have are replaced."""
-    if not lines:
-        raise NoPatchError(f"{name}: the {kind} is made by a library, not by the script")
-    for line in sorted(lines, reverse=True):
-        call = _call_at(ast.parse(source), line, _MAKES[kind])
-        if call is None or call.end_lineno is None or call.end_col_offset is None:
-            raise NoPatchError(f"{name}: line {line} makes the {kind} in a way that cannot be added to")
-        if any(item.arg is None for item in call.keywords):
-            raise NoPatchError(f"{name}: line {line} gives the {kind} its arguments by **")
-        rows = source.splitlines(keepends=True)
-        for item in [item for item in call.keywords if item.arg in keywords]:
-            value = item.value
-            if value.lineno != value.end_lineno:
-                raise NoPatchError(f"{name}: line {line} sets {item.arg} over several lines")
-            row = rows[value.lineno - 1].encode()
-            rows[value.lineno - 1] = (
-                row[: value.col_offset] + keywords[str(item.arg)].encode() + row[value.end_col_offset :]
-            ).decode()
-        known = {item.arg for item in call.keywords}
-        new = ", ".join(f"{key}={value}" for key, value in keywords.items() if key not in known)
-        if new:
-            call = _call_at(ast.parse("".join(rows)), line, _MAKES[kind])
-            assert call is not None
-            rows = _added_to(rows, call, new)
-        source = "".join(rows)
-    return source
+def _why_no_place(kind: str, keywords: Mapping[str, str], facts: Mapping[str, Any]) -> str:
+    if kind != "options":
+        return f"{', '.join(keywords)}: the {kind} is made by a library, not by the script"
+    taker, maker = facts["framework"]["arguments"], facts.get("options_made_by")
+    by = f"by {maker}, from a command line or a config: give it there" if maker else "in another file: write it there"
+    return f"{taker} is made {by}"
 
 
-def _added_to(rows: list[str], call: ast.Call, new: str) -> list[str]:
-    """An argument more, behind the last one."""
-    last = max((*call.args, *(item.value for item in call.keywords)), key=_end, default=None)
+def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keywords: Mapping[str, str]) -> str:
+    """The call at a line with keywords added; those that it has are replaced."""
+    what = names[0] if kind == "options" else f"the {kind}"
+    call = _call_at(ast.parse(source), line, names)
+    if call is None or call.end_lineno is None or call.end_col_offset is None:
+        raise NoPatchError(f"line {line} makes {what} in a way that cannot be added to")
+    if any(item.arg is None for item in call.keywords):
+        raise NoPatchError(f"line {line} gives {what} its arguments by **")
+    rows = source.splitlines(keepends=True)
+    for item in [item for item in call.keywords if item.arg in keywords]:
+        value = item.value
+        if value.lineno != value.end_lineno:
+            raise NoPatchError(f"line {line} sets {item.arg} over several lines")
+        row = rows[value.lineno - 1].encode()
+        rows[value.lineno - 1] = (
+            row[: value.col_offset] + keywords[str(item.arg)].encode() + row[value.end_col_offset :]
+        ).decode()
+    known = {item.arg for item in call.keywords}
+    new = [f"{key}={value}" for key, value in keywords.items() if key not in known]
+    if new:
+        call = _call_at(ast.parse("".join(rows)), line, names)
+        assert call is not None
+        rows = _added_to(rows, call, new)
+    return "".join(rows)
+
+
+def _added_to(rows: list[str], call: ast.Call, new: Sequence[str]) -> list[str]:
+    """Arguments more, behind the last one; on lines of their own where that is how the call is written."""
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    last = max(arguments, key=_end, default=None)
     at_line, at_column = (call.end_lineno, (call.end_col_offset or 1) - 1) if last is None else _end(last)
     assert at_line is not None
     row = rows[at_line - 1].encode()
-    rows[at_line - 1] = (row[:at_column] + (b"" if last is None else b", ") + new.encode() + row[at_column:]).decode()
+    before, behind = row[:at_column], row[at_column:]
+    first = b"" if last is None else rows[last.lineno - 1].encode()[: last.col_offset]
+    if last is not None and not first.strip() and (call.end_lineno or 0) > at_line:
+        comma = b"" if behind.lstrip().startswith(b",") else b","
+        rows[at_line - 1] = (before + comma + behind).decode()
+        rows[at_line:at_line] = [f"{first.decode()}{item},\n" for item in new]
+    else:
+        rows[at_line - 1] = (before + (b"" if last is None else b", ") + ", ".join(new).encode() + behind).decode()
     return rows
 
 
-def _end(node: ast.expr) -> tuple[int, int]:
+def _end(node: ast.expr | ast.keyword) -> tuple[int, int]:
     return node.end_lineno or 0, node.end_col_offset or 0
 
 
