@@ -105,3 +105,65 @@ def test_text_beyond_ascii_moves_nothing() -> None:
 def test_what_has_no_place_says_why(changes: dict[str, Any], source: str, places: Any, told: str) -> None:
     with pytest.raises(NoPatchError, match=told.replace("*", r"\*")):
         patched(source, changes, {"places": places})
+
+
+TRAINER = """\
+from transformers import Trainer, TrainingArguments
+
+arguments = TrainingArguments(
+    output_dir="out",  # here
+    optim="adamw_torch"
+)
+Trainer(model, arguments, train_dataset=data).train()
+"""
+OPTIONS = {"bf16": False, "optim": "adamw_torch", "torch_compile": False}
+FACTS: dict[str, Any] = {
+    "places": [("options", 3, "TrainingArguments"), ("options", 3, "TrainingArguments")],
+    "options_given": ["optim"],
+    "framework": {
+        "name": "transformers",
+        "arguments": "TrainingArguments",
+        "options": OPTIONS,
+        "unfused_optimizer": "AdamW",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"autocast": "bf16"}, ['optim="adamw_torch",', "bf16=True,"]),
+        ({"fused_optimizer": True}, ['optim="adamw_torch_fused"']),
+        (
+            {"fused_optimizer": True, "compile": True, "autocast": "bf16"},
+            ['optim="adamw_torch_fused",', "torch_compile=True,", "bf16=True,"],
+        ),
+    ],
+)
+def test_options_are_written_where_they_are_given(changes: dict[str, Any], lines: list[str]) -> None:
+    written = patched(TRAINER, changes, FACTS)
+    ast.parse(written)
+    diff = as_diff(TRAINER, written, "train.py").splitlines()[2:]
+    assert [line[1:].strip() for line in diff if line.startswith("+")] == lines
+
+
+def test_in_one_line_they_stay_in_it() -> None:
+    source = "import lightning as L\nL.Trainer(max_epochs=2).fit(model)\n"
+    framework = {"name": "lightning", "arguments": "Trainer", "options": {"precision": "32-true"}}
+    facts = {"places": [("options", 2, "Trainer")], "framework": framework}
+    written = patched(source, {"autocast": "bf16"}, facts)
+    assert written.splitlines()[1] == 'L.Trainer(max_epochs=2, precision="bf16-mixed").fit(model)'
+
+
+@pytest.mark.parametrize(
+    ("source", "facts", "told"),
+    [
+        (TRAINER.replace('output_dir="out"', "**settings"), {}, "line 3 gives TrainingArguments its arguments by **"),
+        (TRAINER.replace("= TrainingArguments(", "= make("), {}, "line 3 makes TrainingArguments in a way"),
+        (TRAINER, {"places": [], "options_made_by": "transformers"}, "TrainingArguments is made by transformers, from"),
+        (TRAINER, {"places": []}, "TrainingArguments is made in another file"),
+    ],
+)
+def test_options_without_a_line_say_why(source: str, facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(NoPatchError, match=told.replace("*", r"\*")):
+        patched(source, {"autocast": "bf16"}, {**FACTS, **facts})

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from frameworm.attach.trial.switches import Switches
+from frameworm.attach.trial.switches import Switches, through_options
 from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
 from frameworm.guard.gain import Window
 from frameworm.guard.proof import Evidence, Learning, StepEvidence
-from frameworm.tune.scripts.knobs import ScriptKnob
+from frameworm.tune.scripts.knobs import ScriptKnob, forget_options
 from frameworm.tune.scripts.process import ScriptError
 from frameworm.tune.scripts.search import ScriptSearch
 
@@ -130,3 +131,33 @@ def test_nothing_is_accepted_that_changes_nothing(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         assert Given(folder, GPU, {}).run().changes == {}
+
+
+TRAINER: dict[str, Any] = {
+    **CPU,
+    "own_names": "a",
+    "compiled": False,
+    "framework": {
+        "name": "transformers",
+        "arguments": "TrainingArguments",
+        "options": {"torch_compile": False, "dataloader_num_workers": 0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("seen", "left"),
+    [
+        ({"workers": 2, "compiled": True}, Switches()),
+        ({"workers": 0, "compiled": True}, Switches(workers=2)),  # its loader is made elsewhere
+        ({"workers": 2, "compiled": True, "own_names": "b"}, Switches(workers=2, compile=True)),  # saves other names
+        ({"workers": 2, "compiled": True, "tf32": True}, Switches(workers=2, compile=True)),  # rounds more coarsely
+    ],
+)
+def test_an_option_that_does_less_or_more_is_set_in_torch(seen: dict[str, Any], left: Switches) -> None:
+    facts = copy.deepcopy(TRAINER)
+    wanted = Switches(workers=2, compile=True)
+    assert through_options(wanted, facts)[0] == Switches()
+    assert forget_options(wanted, facts, {**TRAINER, **seen}) == (left != Switches())
+    assert through_options(wanted, facts)[0] == left
+    assert not forget_options(left, facts, {**TRAINER, **seen}), "once is enough"

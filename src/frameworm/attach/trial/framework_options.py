@@ -82,19 +82,19 @@ class FrameworkOptions:
             return  # another version of the library: its switches are set in torch
         if dataclasses.is_dataclass(owner):
             # Each subclass has an __init__ of its own, which is there only once the subclass is.
-            patches.set(
-                owner, "__new__", functools.partial(self._around_new, patches, inspect.signature(owner.__init__))
-            )
+            if owner.__new__ is object.__new__:
+                owner.__new__ = _new_with(inspect.signature(owner.__init__))  # type: ignore[method-assign]
+            patches.set(owner, "__new__", functools.partial(self._around_new, patches))
         else:
             patches.set(owner, "__init__", self._around_making)
 
-    def _around_new(self, patches: Patches, shown: inspect.Signature, original: _Function) -> _Function:
+    def _around_new(self, patches: Patches, original: _Function) -> _Function:
+        @functools.wraps(original)
         def new(kind: type, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(kind.__init__, _OURS):  # type: ignore[misc]
                 patches.set(kind, "__init__", self._around_making)
-            return original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
+            return original(kind, *args, **kwargs)
 
-        new.__signature__ = shown  # type: ignore[attr-defined]
         return new
 
     def _around_making(self, original: _Function) -> _Function:
@@ -127,3 +127,13 @@ class FrameworkOptions:
 
 def _differs(parameters: Mapping[str, inspect.Parameter], name: str, value: Any) -> bool:
     return name not in parameters or bool(value != parameters[name].default)
+
+
+def _new_with(signature: inspect.Signature) -> _Function:
+    """A `__new__` that can stay: a class whose `__new__` was deleted takes no arguments any more."""
+
+    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(kind)
+
+    new.__signature__ = signature  # type: ignore[attr-defined]
+    return new

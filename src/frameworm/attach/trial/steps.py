@@ -43,7 +43,7 @@ class Listener:
         """A step begins; they are numbered from 1."""
 
     def passes(self) -> None:
-        """A module inside of another is called."""
+        """A module is called in a training pass."""
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
         """A loader's iterator has given a batch, after so long."""
@@ -172,6 +172,7 @@ class StepCounter:
                 self._tell(self._listener.model_found, module)
             if self._since_fetch is None:  # otherwise a batch may serve several updates, whose passes belong together
                 self._begin()
+            self._listener.passes()
             self._depth += 1
             try:
                 return original(module, *args, **kwargs)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from frameworm.attach.trial.switches import Switches
+from frameworm.attach.trial.switches import Switches, options_of, through_options
 
 Facts = Mapping[str, Any]
 
@@ -147,13 +147,39 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
 )
 
 
-def is_open(name: str, facts: Facts) -> bool:
-    """Whether a switch that should be on could still be set: what was to set it had no effect."""
+def forget_options(switches: Switches, facts: dict[str, Any], seen: Facts) -> bool:
+    """Take from the facts those options of the script's framework that do not do what they should, or do more.
+
+    What they were for is set in torch then.
+
+    Args:
+        switches: What should be on.
+        facts: About the script as it is.
+        seen: About the script with the switches.
+
+    Returns:
+        Whether there were such options.
+    """
+    on = switches.to_dict()
+    in_torch, through = through_options(switches, facts)
+    changes = {name: value for name, value in on.items() if name not in in_torch.to_dict()}
+    if not through:
+        return False
+    if not _does_more(switches, facts, seen):
+        changes = {name: value for name, value in changes.items() if _is_open(name, {**facts, **seen})}
+    for options in options_of(changes, facts).values():
+        for option in options:
+            facts["framework"]["options"].pop(option, None)
+    return bool(changes)
+
+
+def _is_open(name: str, facts: Facts) -> bool:
+    """Whether a switch could still be set."""
     knobs = [knob for knob in SCRIPT_KNOBS if list(knob.changes(facts)) == [name]]
     return any(knob.why_not(facts) is None for knob in knobs)
 
 
-def does_more(switches: Switches, before: Facts, after: Facts) -> bool:
+def _does_more(switches: Switches, before: Facts, after: Facts) -> bool:
     """Whether a script differs from what it was by more than the switches: in its precision, or in what it saves."""
     return bool(
         (after["tf32"] and not before["tf32"] and not switches.tf32)

@@ -19,13 +19,13 @@ from typing import Any
 
 from frameworm.attach.trial.fingerprint import fingerprint_of
 from frameworm.attach.trial.job import Role, TrialJob
-from frameworm.attach.trial.switches import WORDS, Switches, options_of, through_options
+from frameworm.attach.trial.switches import WORDS, Switches, through_options
 from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
 from frameworm.guard.gain import Window, speedup_of
 from frameworm.guard.proof import MINIMUM_GAIN, Evidence, Proof, prove
 from frameworm.tune.processes.process_tree import free_port
 from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
-from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob, does_more, is_open
+from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob, forget_options
 from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
 from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess
 from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
@@ -119,7 +119,7 @@ class ScriptSearch:
                 knobs = [knob for knob in knobs if not knob.changes(result.facts).keys() <= parts.keys()]
         for knob in knobs:
             if not self._has_time(knob):
-                result.stopped = f"the budget of {self._budget_s:.0f} s is spent"
+                result.stopped = f"the rest of the budget of {self._budget_s:.0f} s is too short for more"
                 result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
                 continue
             self._try(knob)
@@ -274,7 +274,7 @@ class ScriptSearch:
                 try:
                     stands = [process.stand() for _, process in sides]
                     self._setup_s = stands[1].age_s
-                    if source is None and self._forget_options(after, stands[1].facts):
+                    if source is None and forget_options(after, self.result.facts, stands[1].facts):
                         restarts -= 1
                         continue
                     lead_in = _LEAD_IN + 2 * max(before.workers, after.workers)
@@ -296,27 +296,6 @@ class ScriptSearch:
                 except ScriptEndedError as ended:
                     self._total = ended.steps
         return windows
-
-    def _forget_options(self, switches: Switches, seen: Mapping[str, Any]) -> bool:
-        """Set in torch from now on what an option of the framework does not do, or does not do alone.
-
-        Args:
-            switches: What is on.
-            seen: Facts about the script with that.
-
-        Returns:
-            Whether there are such options.
-        """
-        facts = self.result.facts
-        in_torch, through = through_options(switches, facts)
-        changes = {name: value for name, value in switches.to_dict().items() if name not in in_torch.to_dict()}
-        idle = {name for name in changes if is_open(name, {**facts, **seen})} if through else set()
-        if through and does_more(switches, facts, seen):
-            idle = set(changes)
-        for options in options_of({name: changes[name] for name in idle}, facts).values():
-            for option in options:
-                facts["framework"]["options"].pop(option, None)
-        return bool(idle)
 
     def _window_steps(self, lead_in: int) -> int:
         wanted = max(4, math.ceil(_WINDOW_S / self._step_s))
