@@ -54,7 +54,8 @@ WORDS: dict[str, dict[str, Words]] = {
         TRANSFORMERS: Call("{arguments}(torch_compile=True)", _KERNELS),
         LIGHTNING: Call("model = torch.compile(model) before trainer.fit(model)", _KERNELS),
         FABRIC: Call("model = torch.compile(model) before fabric.setup(model)", _KERNELS),
-        ACCELERATE: Call('{arguments}(dynamo_backend="inductor")', _KERNELS),
+        # dynamo_backend="inductor" wraps the model, and what the script saves has other names then.
+        ACCELERATE: Call("model.compile() before accelerator.prepare(model)", _KERNELS),
     },
     "gpu.compile_model:False": {TORCH: "leave torch.compile out"},
     "gpu.fused_optimizer": {TORCH: Call("{optimizer}(..., fused=True)", "one kernel for the whole update")},

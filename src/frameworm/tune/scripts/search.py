@@ -229,7 +229,7 @@ class ScriptSearch:
         """The changes as a diff of the script, if that runs as fast and computes the same."""
         result, source = self.result, self._script.read_text(encoding="utf-8")
         try:
-            if time.monotonic() + 3 * self._trial_s + 2 * _PAIRS * _WINDOW_S > self._ends:
+            if time.monotonic() + self._patch_s() > self._ends:
                 raise NoPatchError("there was no time left to try one")
             written = patched(source, result.changes, result.facts)
             self._tell("trying the changes as a patch")
@@ -382,10 +382,16 @@ class ScriptSearch:
         )
         return ScriptProcess(job, self._place / "processes", self._ends + _OVER * self._budget_s)
 
+    def _patch_s(self) -> float:
+        """What it takes to try a patch."""
+        return 3 * self._trial_s + 2 * _PAIRS * _WINDOW_S
+
     def _has_time(self, knob: ScriptKnob) -> bool:
         """Whether a trial and its proof end in time, as far as is known."""
         starts = 2 if self._led else 5
         needs_s = starts * self._trial_s + 3 * knob.setup_s + 2 * _PAIRS * _WINDOW_S
+        if self.result.accepted:  # what was found is to become a patch
+            needs_s += self._patch_s()
         return time.monotonic() + needs_s < self._ends
 
 
