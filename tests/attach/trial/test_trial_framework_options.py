@@ -175,7 +175,15 @@ def test_another_optimizer_is_fused_in_torch() -> None:
     framework = {**TRAINER, "unfused_optimizer": "SGD"}
     wanted = Switches(fused_optimizer=True)
     assert through_options(wanted, {"framework": framework}) == (wanted, {})
-    assert by_hand(wanted.to_dict(), framework) == ["fused=True in the optimizer's arguments"]
+    assert by_hand(wanted.to_dict(), {"framework": framework}) == ["fused=True in the optimizer's arguments"]
+
+
+def test_an_optimizer_or_a_loader_of_the_script_is_not_made_by_options() -> None:
+    facts = {"framework": TRAINER, "options_given": ["optim"], "places": [["optimizer", 3, ""]]}
+    wanted = Switches(fused_optimizer=True, workers=1)
+    assert through_options(wanted, facts)[0] == Switches(fused_optimizer=True)
+    assert by_hand({"fused_optimizer": True}, facts) == ["fused=True in the optimizer's arguments"]
+    assert options_of({"workers": 1}, {**facts, "places": [["loader", 3, ""]]}) == {}
 
 
 def test_what_is_more_than_a_literal_is_set_in_torch() -> None:

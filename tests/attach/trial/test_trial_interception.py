@@ -131,7 +131,7 @@ def test_switches_are_read_as_they_were_written() -> None:
     assert by_hand({"workers": 2}) == ["DataLoader(..., num_workers=2, persistent_workers=True)"]
     options = {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
     trainer = {"name": "transformers", "arguments": "TrainingArguments", "options": options}
-    assert by_hand({"workers": 2, "channels_last": True}, trainer) == [
+    assert by_hand({"workers": 2, "channels_last": True}, {"framework": trainer}) == [
         "TrainingArguments(dataloader_num_workers=2, dataloader_persistent_workers=True)",
         "model.to(memory_format=torch.channels_last)",
     ]

@@ -97,6 +97,9 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     ),
 }
 
+# What a switch is set in; where the script makes that itself, an option of its framework is for nothing.
+_BELONGS_TO = {"fused_optimizer": "optimizer", "workers": "loader", "pin_memory": "loader"}
+
 
 def in_words(changes: Mapping[str, Any]) -> str:
     """Some switches as a phrase."""
@@ -105,16 +108,16 @@ def in_words(changes: Mapping[str, Any]) -> str:
     )
 
 
-def by_hand(changes: Mapping[str, Any], framework: Mapping[str, Any] | None = None) -> list[str]:
+def by_hand(changes: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> list[str]:
     """What to write into the script instead, in the words of the framework whose loop it runs.
 
     Args:
         changes: Switches and their values.
-        framework: As `attach.framework` has found it; None: a loop of the script's own.
+        facts: What is known about the script; None: nothing, which is told torch's words.
     """
     lines = []
     for name, value in changes.items():
-        own, key = _wanted(name, framework)
+        own, key = _wanted(name, facts or {})
         said = say_own(own, key, value) if own is not None and key is not None else ""
         lines.append(said or WORDS[name][2].format(value=value))
     return lines
@@ -132,7 +135,7 @@ def options_of(changes: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
     """
     found = {}
     for name, value in changes.items():
-        own, key = _wanted(name, facts.get("framework"))
+        own, key = _wanted(name, facts)
         options = options_for(own, key, value) if own is not None and key is not None else {}
         if options:
             found[name] = options
@@ -158,11 +161,12 @@ def through_options(switches: Switches, facts: Mapping[str, Any]) -> tuple[Switc
     return left, {str(facts["framework"]["arguments"]): options} if options else {}
 
 
-def _wanted(name: str, framework: Mapping[str, Any] | None) -> tuple[Framework | None, str | None]:
-    """The framework, unless the loop is the script's own, and what a switch is called among remedies."""
-    own = Framework(**framework) if framework is not None else None
+def _wanted(name: str, facts: Mapping[str, Any]) -> tuple[Framework | None, str | None]:
+    """The framework, unless this is the script's own affair, and what a switch is called among remedies."""
+    own = Framework(**facts["framework"]) if facts.get("framework") else None
     key = WORDS[name][1]
-    if own is None or own.name == TORCH:
+    made_by_script = {place[0] for place in facts.get("places") or ()}
+    if own is None or own.name == TORCH or _BELONGS_TO.get(name) in made_by_script:
         return None, key
     # An option names an optimizer, and another one must not be swapped for it.
     return own, f"{key}:{own.unfused_optimizer}" if name == "fused_optimizer" else key

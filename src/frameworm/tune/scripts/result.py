@@ -101,7 +101,7 @@ class ScriptResult:
     @property
     def by_hand(self) -> list[str]:
         """What to write into the script for the same."""
-        return by_hand(self.changes, self.facts.get("framework"))
+        return by_hand(self.changes, self.facts)
 
     def to_json(self, tuned: str = TUNED_NAME) -> dict[str, Any]:
         """Plain values, as for the search of a config."""
