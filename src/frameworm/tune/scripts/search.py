@@ -229,9 +229,9 @@ class ScriptSearch:
         """The changes as a diff of the script, if that runs as fast and computes the same."""
         result, source = self.result, self._script.read_text(encoding="utf-8")
         try:
+            written = patched(source, result.changes, result.facts)
             if time.monotonic() + self._patch_s() > self._ends:
                 raise NoPatchError("there was no time left to try one")
-            written = patched(source, result.changes, result.facts)
             self._tell("trying the changes as a patch")
             windows = self._time_both(result.switches, Switches(), screening=False, source=written)
             slower = speedup_of(windows)
