@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CELLS ?= 1000
 SEED ?= 1
 # One more than there are cores: many tests wait for processes to start or for delays they injected.
-JOBS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+JOBS ?= $(shell echo $$(( $$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) + 1 )))
 
 # Tests start hundreds of processes of ours; each would compile all it imports where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE =

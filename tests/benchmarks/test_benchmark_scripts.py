@@ -186,6 +186,7 @@ def test_without_an_answer_the_question_ends_it_and_with_one_it_trains(tmp_path:
     assert summary["steps"] == 8
 
 
+@pytest.mark.slow
 def test_without_training_it_says_so(tmp_path: Path) -> None:
     done, summary = profiled(SCRIPTS["no_training"], tmp_path)
     assert done.returncode == 0
@@ -193,6 +194,7 @@ def test_without_training_it_says_so(tmp_path: Path) -> None:
     assert any("no training step was seen" in note for note in summary["notes"])
 
 
+@pytest.mark.slow
 def test_a_daemon_trains_after_its_parent_has_returned(tmp_path: Path) -> None:
     script = SCRIPTS["daemonises"]
     done = run(script.command(script.original, script.short), tmp_path)

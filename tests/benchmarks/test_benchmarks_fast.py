@@ -93,6 +93,7 @@ def test_a_gate_can_be_closed_early_or_for_good(benchmark: Benchmark) -> None:
         list(live.Gate(Link(["end"]), plan, torch.device("cpu")).batches(range(100)))
 
 
+@pytest.mark.slow
 def test_a_failing_contender_is_recorded_and_the_others_go_on(benchmark: Benchmark) -> None:
     harness = benchmark("harness")
     calls = []

@@ -102,6 +102,7 @@ def test_the_checklist_of_a_config(here: CommandLine, machine: Any) -> None:
     assert [check["verdict"] for check in data["checks"] if check["name"] == "memory plan"] == ["ok"]
 
 
+@pytest.mark.slow
 def test_several_processes(here: CommandLine, machine: Any) -> None:
     ended = here("doctor", "--config", QUICKSTART, "--nproc-per-node", "8", "--json")
     data = json.loads(ended.stdout)
@@ -112,6 +113,7 @@ def test_several_processes(here: CommandLine, machine: Any) -> None:
     assert states["enough work per rank"] == "not done"
 
 
+@pytest.mark.slow
 def test_a_config_for_a_gpu_that_is_not_here(here: CommandLine, machine: Any) -> None:
     ended = here("doctor", "--config", QUICKSTART, "--set", "gpu.device=cuda", "--set", "gpu.capture=step")
     assert ended.code == 1
@@ -121,6 +123,7 @@ def test_a_config_for_a_gpu_that_is_not_here(here: CommandLine, machine: Any) ->
     assert "quickstart.yaml · 1 process · cuda" in flat
 
 
+@pytest.mark.slow
 def test_gpus(here: CommandLine, machine: Any) -> None:
     gpu = GpuFacts("NVIDIA H200", 140 * 2**30, 9.0, 2**28, (), 40.0, 18, 16, 16, 5)
     machine(gpus=(gpu,) * 4, torch_cuda="13.0", driver="580.1", nvml=True, nccl="2.28", triton=True, cpus_usable=64)

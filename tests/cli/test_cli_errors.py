@@ -361,6 +361,7 @@ def test_cache_folder_with_a_file_in_the_way(refusal: Refusal, place: str) -> No
     assert_says(message, [place, "cannot be written", "set data.cache_dir"])
 
 
+@pytest.mark.slow
 def test_weights_of_another_model(refusal: Refusal) -> None:
     small = load_config(QUICKSTART, ["model.d_model=32"])
     weights = {name: weight.contiguous() for name, weight in build_workload(small).model.state_dict().items()}

@@ -120,6 +120,7 @@ def test_training_ends_with_its_summary(run: Run) -> None:
     assert "\x1b" not in run.stdout + run.stderr, "terminal codes where there is no terminal"
 
 
+@pytest.mark.slow
 def test_run_folder_holds_what_is_promised(run: Run) -> None:
     names = {path.name for path in run.folder.iterdir()}
     files = {"config.yaml", "steps-rank0.jsonl", "epochs.csv", "summary.json", "summary.txt", "report.html"}
@@ -253,6 +254,7 @@ def test_run_folder_is_named_after_run_and_time(here: CommandLine) -> None:
     assert here("runs").stdout.splitlines()[1].startswith(f"runs/{made.name}  completed")
 
 
+@pytest.mark.slow
 def test_second_start_reads_the_token_cache(here: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("the texts were made again")
@@ -284,6 +286,7 @@ def test_set_beats_variable_beats_file(here: CommandLine, monkeypatch: pytest.Mo
     assert config["training"]["momentum"] == 0.9, "by default"
 
 
+@pytest.mark.slow
 def test_resume_auto_with_nothing_to_resume_starts_afresh_and_says_so(here: CommandLine) -> None:
     ended = here(*_arguments("training.max_steps=2"), "--out", "run", "--resume", "auto")
     assert ended.code == 0

@@ -111,6 +111,7 @@ def test_arbitrary_files(tmp_path: Path, content: bytes) -> None:
         assert all(line.startswith(f"{file}:") for line in lines)
 
 
+@pytest.mark.slow
 @quiet
 @given(
     st.dictionaries(st.sampled_from([name for name in WORDS if name in Config.model_fields]) | TEXT, TREES, max_size=4)
@@ -162,6 +163,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @quiet
 @given(CONFIGS)
 def test_a_dumped_config_reads_back_equal(tmp_path: Path, values: dict[str, Any]) -> None:

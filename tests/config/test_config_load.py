@@ -293,6 +293,7 @@ def test_compression_cannot_be_combined_with_zero3(tmp_path: Path) -> None:
 WHAT = "a config is a mapping of sections such as model, data and training; see configs/quickstart.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

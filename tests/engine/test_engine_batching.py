@@ -44,6 +44,7 @@ def train(out: Path, cache: Path, *, stop_after: int | None = None, dropout: flo
     return steps
 
 
+@pytest.mark.slow
 def test_packed_steps_give_the_losses_of_padded_ones(tmp_path: Path, data_cache_dir: Path) -> None:
     padded = train(tmp_path / "padded", data_cache_dir, balance=True)
     packed = train(tmp_path / "packed", data_cache_dir, batching="packed")

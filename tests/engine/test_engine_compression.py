@@ -118,6 +118,7 @@ def _strays(rank: int, world_size: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_replicas_that_part_are_found(run_ranks: Callable[..., list[Any]]) -> None:
     for text in run_ranks(_strays, 2):
         assert "after step 2 the ranks no longer hold the same model: bias of rank 1" in text

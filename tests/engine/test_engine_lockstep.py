@@ -295,6 +295,7 @@ NOT_ROUNDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"), [(name, change) for name in CASES for change in CHANGES if (name, change) not in NOT_ROUNDING]
 )
@@ -373,6 +374,7 @@ def test_what_is_wrong_is_found(name: str, fault: str, pairs: Pairs) -> None:
     assert verdict.passed is False or "draw different ones" in verdict.detail, verdict.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_neither_run_notices_that_it_is_compared(name: str, tmp_path: Path) -> None:
     def weights(gate: Gate) -> dict[str, Tensor]:
@@ -387,6 +389,7 @@ def test_neither_run_notices_that_it_is_compared(name: str, tmp_path: Path) -> N
         assert all(torch.equal(found[key], value) for key, value in alone.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied weights", "random numbers of its own"])
 def test_neither_run_notices_that_its_random_draws_are_compared(name: str, tmp_path: Path) -> None:
     def weights(gate: Gate) -> dict[str, Tensor]:
@@ -422,6 +425,7 @@ def no_dropout(case: Case) -> None:
     case.model.apply(_without_dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"), [(lambda case: None, ""), (no_dropout, "random draws"), (scaled(0.5), "gradient of")]
 )

@@ -320,6 +320,7 @@ def test_evaluating_a_python_run_is_explained(cli: Cli, python_runs: Path) -> No
     assert "embedding" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_report_keeps_python_runs_of_different_models_apart(cli: Cli, python_runs: Path, tmp_path: Path) -> None:
     done = completed(cli, "report", "--root", python_runs, "--out", tmp_path / "plots", "--json")
     report = json.loads(done.stdout)

@@ -69,6 +69,7 @@ def assert_is_best(text: str, result: TuneResult, folder: Path) -> None:
         assert any("tune: " in item and "because of host bound" in item for item in told), (key, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_with_any_changes_of_the_knobs(path: Path, tmp_path: Path) -> None:
     original = path.read_text(encoding="utf-8")

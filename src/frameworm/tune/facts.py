@@ -26,13 +26,14 @@ from frameworm.data.prefetch import tensors_in
 from frameworm.data.samples.streams import is_stream
 from frameworm.data.samples.workers import automatic_workers, base_of
 from frameworm.engine.memory.planner import MemoryPlanner
-from frameworm.engine.model.activations import find_layers, find_repeated_blocks
+from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.fused_head import find_heads
 from frameworm.engine.model.padding_free import switchable
 from frameworm.errors import ConfigError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.host import memory_total_bytes, usable_cpus
 from frameworm.hardware.resolve import look_at_machine, resolve_here
+from frameworm.models.blocks import find_repeated_blocks
 from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
 from frameworm.tune.knobs.context import Context, MachineFacts, Planner, WorkloadFacts
 from frameworm.tune.processes.batch_data import sample_count

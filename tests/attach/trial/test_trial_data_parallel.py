@@ -60,6 +60,7 @@ def train(rank: int, world_size: int, switches: dict[str, Any], passes: Sequence
 PASSES = {"alike": [3] * 6, "shorter last": [3, 3, 3, 2, 3, 3], "single": [1] * 4, "longer": [2, 2, 2, 4, 2, 2]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("clip", [False, True])
 def test_what_is_learned_stays_whatever_the_number_of_passes(run_ranks: Ranks, passes: list[int], clip: bool) -> None:

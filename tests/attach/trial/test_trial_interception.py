@@ -140,3 +140,53 @@ def test_switches_are_read_as_they_were_written() -> None:
         Switches.from_dict({"faster": True})
     with pytest.raises(ConfigError, match="is not of the kind"):
         Switches.from_dict({"workers": "many"})
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = nn.Linear(6, 6), number
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.inner(hidden)) * self.number
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(number) for number in range(12))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it compiles
+def test_blocks_that_are_alike_are_compiled_once(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiling = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call: compiling(call, backend=backend))
+    torch.manual_seed(0)
+    model, batch = Stack(), torch.randn(3, 6)
+    expected, names = model(batch), list(model.state_dict())
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=8):  # to be put back
+        intercept(Switches(compile_blocks=True), patches).found(model)
+        torch.testing.assert_close(model(batch), expected)
+        assert 1 <= len(graphs) <= 2, "one graph, or another once a layer's number has turned out to differ"
+        before = len(graphs)
+        with torch.no_grad():
+            model.eval()(batch)
+        assert len(graphs) == before, "evaluation runs as written"
+    assert list(model.state_dict()) == names
+
+
+def test_the_whole_is_compiled_instead_of_its_blocks() -> None:
+    assert Switches(compile_blocks=True).having({"compile": True}) == Switches(compile=True)
+    assert Switches(compile_blocks=True).having({"tf32": True}).compile_blocks

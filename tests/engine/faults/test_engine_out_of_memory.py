@@ -107,6 +107,7 @@ def test_advice_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.slow
 def test_a_run_from_a_config_is_advised_by_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from frameworm.config.load import load_config
     from frameworm.engine.run import run

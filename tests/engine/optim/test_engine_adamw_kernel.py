@@ -374,6 +374,7 @@ def test_the_cpu_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cpu" in str(FusedUpdate.supports(optimizer, parameters, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_triton_is_imported_late_and_its_absence_is_the_reason() -> None:
     code = """
 import sys

@@ -105,6 +105,7 @@ def settings(**changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in {**base, **changes}.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["padded", "bucketed", "packed"])
 def test_all_ways_to_batch_texts_take_about_the_same_flops(batching: str) -> None:
     config = load_config("configs/quickstart.yaml", settings(**{"data.batching": batching}))

@@ -173,6 +173,7 @@ def test_a_slow_data_set_is_found_and_its_gain_measured() -> None:
         assert set(found[section]) <= set(found["units"])
 
 
+@pytest.mark.slow
 def test_parts_of_an_analysis_are_to_be_had_alone_and_all_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     loader = DataLoader(Noisy(), 8)
     analyzer = BottleneckAnalyzer(nn.Linear(8, 3), loader, "cpu", budget_s=1.0)
@@ -360,6 +361,7 @@ class Repeated(nn.Module):
         return inputs
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_is_measured_in_percent_and_then_undone() -> None:
     model, batch = Repeated(), (torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
     classes = [type(module) for module in model.modules()]

@@ -33,6 +33,7 @@ def test_every_item_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -
         assert item["name"] in " ".join(printed.split())
 
 
+@pytest.mark.slow
 def test_items_follow_what_is_in_hand() -> None:
     model = nn.Linear(8, 3)
     plain = items(model, DataLoader(DATA, 16))
@@ -79,6 +80,7 @@ def _in_ddp(rank: int, world_size: int) -> Any:
     return print_optimization_checklist(model, DataLoader(DATA, 16), show=False)
 
 
+@pytest.mark.slow
 def test_a_model_in_ddp_is_checked_as_it_is(run_ranks: Any) -> None:
     found, _ = run_ranks(_in_ddp)
     assert "Linear · 2 processes · cpu" in found["subject"]

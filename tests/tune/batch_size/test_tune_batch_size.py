@@ -57,6 +57,7 @@ def strays() -> list[int]:
     return [one.pid for one in own if one.is_running() and one.status() != "zombie" and os.getsid(one.pid) == one.pid]
 
 
+@pytest.mark.slow
 def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> None:
     report = find("eater")
     assert report.verified
@@ -142,6 +143,7 @@ def test_a_broken_model_is_not_too_large() -> None:
         find("broken", most=4)
 
 
+@pytest.mark.slow
 def test_a_model_in_hand() -> None:
     model = Eater()
     before = model.scale.detach().clone()

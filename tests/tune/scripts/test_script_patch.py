@@ -80,6 +80,12 @@ def test_a_change_is_one_small_edit(changes: dict[str, Any], lines: list[str]) -
     assert added(changes) == lines
 
 
+def test_blocks_are_compiled_where_the_model_is_made() -> None:
+    written = patched(SCRIPT, {"compile_blocks": True}, {"places": PLACES, "block_list": "encoder.layers"})
+    indent = " " * 4
+    assert f"{indent}for block in model.encoder.layers:\n{indent}    block.compile()\n" in written
+
+
 def test_text_beyond_ascii_moves_nothing() -> None:
     source = SCRIPT.replace("lr=1e-3", 'lr=sum(map(ord, "é")) * 1e-6')
     assert added({"fused_optimizer": True}, source)[0].endswith('"é")) * 1e-6, betas=(0.9, 0.99), fused=True)')
@@ -90,8 +96,9 @@ def test_text_beyond_ascii_moves_nothing() -> None:
     [
         ({"autocast": "bf16"}, SCRIPT, PLACES, "only you can tell apart"),
         ({"fused_optimizer": True}, SCRIPT, PLACES[1:], "made by a library"),
-        ({"compile": True}, SCRIPT, PLACES[:2], "does not call one model"),
-        ({"compile": True}, SCRIPT, [*PLACES, ("model", 1, "other")], "does not call one model"),
+        ({"compile": True}, SCRIPT, PLACES[:2], "no one model"),
+        ({"compile": True}, SCRIPT, [*PLACES, ("model", 1, "other")], "no one model"),
+        ({"compile_blocks": True}, SCRIPT, PLACES, "do not all lie in one list"),
         ({"tf32": True}, SCRIPT.replace("import torch\n", "import torch as t\n", 1), PLACES, "under its own name"),
         (
             {"fused_optimizer": True},

@@ -101,6 +101,7 @@ def test_what_only_rounds_agrees(compared: Callable[..., Evidence], switches: di
     assert len(evidence.agreement.updates) == 8
 
 
+@pytest.mark.slow
 def test_a_rounding_error_agrees(compared: Callable[..., Evidence]) -> None:
     agreement = compared("noise").agreement
     assert agreement is not None

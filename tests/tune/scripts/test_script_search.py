@@ -27,6 +27,8 @@ CPU: dict[str, Any] = {
     "cudnn_benchmark": False,
     "can_fuse": True,
     "compiled": True,
+    "blocks": 0,
+    "block_list": None,
     "convolutions": False,
     "workers": 0,
     "pinned": False,

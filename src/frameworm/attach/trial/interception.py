@@ -18,6 +18,7 @@ from torch import nn
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import intercept_data_parallel
 from frameworm.attach.trial.switches import Switches
+from frameworm.models.blocks import alike, find_block_classes
 
 _Function = Callable[..., Any]
 _HALF = (torch.bfloat16, torch.float16)
@@ -53,14 +54,31 @@ class ModelSwitches:
         switches = self._switches
         if switches.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if switches.compile_blocks:
+            _compile_blocks(module)
         if not (switches.compile or switches.autocast != "off") or module._compiled_call_impl is not None:
             return
         plain = module._call_impl
-        trained = _compiled(plain, type(module).__name__) if switches.compile else plain
+        trained = functools.partial(_compiled(type(module).__name__), plain) if switches.compile else plain
         if switches.autocast != "off":
             trained = functools.partial(_in_half, trained)
         # Where `module.compile()` puts its own; copies and saved models leave it out.
         module._compiled_call_impl = functools.partial(_called, module, plain, trained)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    """Compile what the model repeats; its own forward runs as written."""
+    groups = [group for kind in find_block_classes(model) for group in alike(kind)]
+    for group in groups:
+        compiled = _compiled(type(group[0]).__name__)
+        for block in group:
+            if block._compiled_call_impl is None:
+                plain = block._call_impl
+                block._compiled_call_impl = functools.partial(_called, block, plain, functools.partial(compiled, plain))
+    if groups:
+        # Numbers that differ from block to block, such as a layer's index, become inputs of the one graph.
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        torch._dynamo.config.recompile_limit += max(map(len, groups))
 
 
 def _called(module: nn.Module, plain: _Function, trained: _Function, *inputs: Any, **named: Any) -> Any:
@@ -94,10 +112,10 @@ def _in_full(item: Any) -> Any:
     return item
 
 
-def _compiled(call: _Function, name: str) -> _Function:
-    """A compiled call, made from a frame of ours: the compiler passes over torch's own files."""
+def _compiled(name: str) -> _Function:
+    """Makes a call, compiled; from a frame of ours, because the compiler passes over torch's own files."""
     own = types.FunctionType(_through.__code__.replace(co_name=f"{name}_training"), globals())
-    return functools.partial(torch.compile(own), call)
+    return torch.compile(own)
 
 
 def _through(call: _Function, *inputs: Any, **named: Any) -> Any:

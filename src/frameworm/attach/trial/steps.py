@@ -229,12 +229,17 @@ class StepCounter:
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
             frame = frame.f_back
-        if frame is None or frame.f_code.co_filename != self._script:
+        own = frame is not None and frame.f_code.co_filename == self._script
+        # A model that a library calls may have a name in the script all the same.
+        while made is not None and frame is not None and frame.f_code.co_filename != self._script:
+            frame = frame.f_back
+        if frame is None or not (own or made is not None):
             return False
         names = {**frame.f_globals, **frame.f_locals}
         name = next((name for name, value in names.items() if made is not None and value is made), "")
-        self.places.append((kind, frame.f_lineno, name))
-        return True
+        if own or name:
+            self.places.append((kind, frame.f_lineno, name))
+        return own
 
     def _stepping(self, original: _Function) -> _Function:
         @functools.wraps(original)

@@ -23,6 +23,7 @@ class Switches:
         autocast: Compute the model's training passes in this precision; what it returns has the type it had.
         fused_optimizer: One kernel for the whole update, for optimizers of torch that have one.
         compile: Compile the model in its training passes.
+        compile_blocks: Compile only the blocks that it repeats, once for all that are alike.
         channels_last: Weights of convolutions with their channels last.
         cudnn_benchmark: Let cuDNN time its algorithms.
         workers: Processes for loaders that shuffle and have none.
@@ -36,6 +37,7 @@ class Switches:
     autocast: Precision = "off"
     fused_optimizer: bool = False
     compile: bool = False
+    compile_blocks: bool = False
     channels_last: bool = False
     cudnn_benchmark: bool = False
     workers: int = 0
@@ -65,8 +67,9 @@ class Switches:
         return {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
 
     def having(self, changes: Mapping[str, Any]) -> Switches:
-        """The same with some changed."""
-        return replace(self, **changes)
+        """The same with some changed; the whole model is compiled instead of its blocks."""
+        instead = {"compile_blocks": False} if changes.get("compile") else {}
+        return replace(self, **{**changes, **instead})
 
 
 # By switch: what it does in a few words, what it is called among remedies, and the line to write where no framework
@@ -80,6 +83,7 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     ),
     "fused_optimizer": ("fused optimizer", "gpu.fused_optimizer", "fused=True in the optimizer's arguments"),
     "compile": ("compiled model", "gpu.compile_model", "model.compile() before the first step"),
+    "compile_blocks": ("compiled blocks", None, "block.compile() for each block that the model repeats"),
     "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
     "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
     "workers": (

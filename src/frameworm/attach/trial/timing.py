@@ -20,6 +20,7 @@ from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_i
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.watch import leading_size
 from frameworm.errors import EnvironmentSetupError
+from frameworm.models.blocks import find_block_classes
 
 # The first steps make states, compile and fill caches; what is looked at closely is looked at in them.
 FIRST_STEPS = 3
@@ -184,6 +185,17 @@ class Seen:
             self.pinned.append(bool(iterator._pin_memory))
 
 
+def _list_of_blocks(models: list[nn.Module]) -> str | None:
+    """The name within the only model of the list that holds all of its blocks; None where it is not as simple."""
+    kinds = find_block_classes(models[0]) if len(models) == 1 else []
+    if len(kinds) != 1:
+        return None
+    lists = [
+        (name, item) for name, item in models[0].named_modules() if isinstance(item, (nn.ModuleList, nn.Sequential))
+    ]
+    return next((name for name, item in lists if name and list(item) == kinds[0]), None)
+
+
 def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
     """What decides which switches mean something for a script, after its first steps."""
     models, optimizers = counter.models, counter.optimizers
@@ -204,6 +216,8 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "can_fuse": any(can_fuse(item) for item in optimizers),
         "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
+        "blocks": max((len(blocks) for model in models for blocks in find_block_classes(model)), default=0),
+        "block_list": _list_of_blocks(models),
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from frameworm.config.schema import MemoryConfig
 from frameworm.errors import ConfigError
+from frameworm.models.blocks import find_repeated_blocks
 
 Mode = Literal["off", "full", "selective"]
 
@@ -42,9 +43,6 @@ _KEPT = frozenset(
         "flex_attention",
     }
 )
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_FEW_BLOCKS = 5
-_FURTHER_CLASS = 0.1
 _BASE = "_frameworm_recomputes"
 _made: dict[tuple[type[nn.Module], Mode], type[nn.Module]] = {}
 
@@ -111,62 +109,6 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None = None) -> list[
             f"enable_gradient_checkpointing(modules=[...]) ({_candidates(model)})"
         )
     return _unique(declared)
-
-
-def find_repeated_blocks(model: nn.Module, beside: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """The blocks that make up most of a model: all instances of the repeated class that holds the most parameters.
-
-    Only classes that are made of other modules count, and containers such as `nn.Sequential` do not. A class with very
-    few instances that itself repeats a block (the two towers of a model for text and images) gives way to that block.
-
-    Args:
-        model: Where to look.
-        beside: Blocks found before; modules that lie in one of them or hold one do not count.
-    """
-    blocks: list[nn.Module] = []
-    held = 0
-    for instances in _outermost_by_class(model, beside).values():
-        size = _parameter_count(instances)
-        finer = len(blocks) < _FEW_BLOCKS and len(instances) > len(blocks) and 2 * size >= held
-        if len(instances) > 1 and size and (finer if blocks and size <= held else size > held):
-            blocks, held = instances, size
-    return blocks
-
-
-def find_block_classes(model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks that a model repeats, one list for each class: an encoder's layers, then its decoder's.
-
-    The first list is what `find_repeated_blocks` finds. A further class counts if it holds a tenth as many parameters.
-    """
-    found: list[list[nn.Module]] = []
-    taken: list[nn.Module] = []
-    while (blocks := find_repeated_blocks(model, taken)) and (
-        not found or _parameter_count(blocks) >= _FURTHER_CLASS * _parameter_count(found[0])
-    ):
-        found.append(blocks)
-        taken += blocks
-    return found
-
-
-def _parameter_count(modules: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for parameter in {one for module in modules for one in module.parameters()})
-
-
-def _outermost_by_class(model: nn.Module, beside: Collection[nn.Module] = ()) -> dict[type[nn.Module], list[nn.Module]]:
-    """The modules with modules inside them by class, without those that lie in another one of their class."""
-    found: dict[type[nn.Module], list[nn.Module]] = {}
-    inside: dict[type[nn.Module], set[nn.Module]] = {}
-    taken = {module for block in beside for module in block.modules()}
-    for module in model.modules():  # a module comes before those inside it
-        kind = type(module)
-        if module is model or kind in CONTAINERS or not any(True for _ in module.children()):
-            continue
-        if not taken.isdisjoint(module.modules()):
-            continue
-        if module not in inside.setdefault(kind, set()):
-            found.setdefault(kind, []).append(module)
-            inside[kind].update(module.modules())
-    return found
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from frameworm.config.schema import GPUConfig
 from frameworm.data.prefetch import tensors_in
-from frameworm.engine.model.activations import CONTAINERS, find_block_classes
+from frameworm.models.blocks import CONTAINERS, alike, find_block_classes
 from frameworm.observe.clocks.compiling import compilation_since, compilations_so_far
 from frameworm.records.schema import Compilation
 
@@ -56,7 +56,7 @@ class Compiler:
         if not self.enabled:
             return
         self._earlier = compilations_so_far()
-        kinds = [_alike(blocks) for blocks in find_block_classes(model)] if self._scope == "blocks" else []
+        kinds = [alike(blocks) for blocks in find_block_classes(model)] if self._scope == "blocks" else []
         groups = [group for kind in kinds for group in kind]
         for group in groups:
             compiled = self._compile(type(group[0]).__name__)
@@ -171,15 +171,6 @@ def _call(call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
 
 def _stay_outside(_module: nn.Module, _inputs: Any) -> None:
     """A hook that does nothing."""
-
-
-def _alike(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks of one class by the shapes of what they hold: the compiler takes those for constants."""
-    groups: dict[Any, list[nn.Module]] = {}
-    for block in blocks:
-        held = [*block.named_parameters(), *block.named_buffers()]
-        groups.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in held), []).append(block)
-    return list(groups.values())
 
 
 def _callers(model: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Module]:

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from frameworm.data.batches.real_tokens import MASK, PLAN, PaddingPlanner, cut_back
 from frameworm.data.batches.sizes import changed_parts
-from frameworm.engine.model.activations import find_repeated_blocks
 from frameworm.engine.model.compilation import compiled_around
 from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.packed_tokens import TokenPlan, packed, unpacked
 from frameworm.engine.model.precision import allow_tf32
 from frameworm.errors import ConfigError
 from frameworm.models.attention import varlen_attention
+from frameworm.models.blocks import find_repeated_blocks
 from frameworm.numerics.dropout import dropout_is_off
 from frameworm.numerics.randomness import random_state, restore_random_state
 

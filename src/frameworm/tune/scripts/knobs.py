@@ -16,6 +16,7 @@ Facts = Mapping[str, Any]
 # A loader that is waited for less than this is fast enough.
 _WAITS = 0.03
 _MOST_WORKERS = 4
+_LEAST_BLOCKS = 3
 _MOST_BUCKET_MIB = 200
 _NOT_GATHERED = "no DistributedDataParallel gathers its gradients"
 
@@ -71,6 +72,10 @@ def _why_no_half(facts: Facts) -> str | None:
 def _why_not_compiled(facts: Facts) -> str | None:
     compiler = _on_gpu(facts) or any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     return _first((facts["compiled"], "the model is compiled already"), (not compiler, "there is no C++ compiler"))
+
+
+def _why_no_blocks(facts: Facts) -> str | None:
+    return _first((facts["blocks"] < _LEAST_BLOCKS, "the model repeats no block")) or _why_not_compiled(facts)
 
 
 def _of_images(facts: Facts) -> bool:
@@ -143,6 +148,7 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ScriptKnob(lambda facts: {"gather_once": True}, lambda facts: 0.3, _why_not_once),
     ScriptKnob(lambda facts: {"bucket_views": True}, lambda facts: 0.05, _why_no_views),
     ScriptKnob(_bucket, lambda facts: 0.05, _why_no_bucket),
+    ScriptKnob(lambda facts: {"compile_blocks": True}, lambda facts: 0.2, _why_no_blocks, 8.0),
     ScriptKnob(lambda facts: {"compile": True}, lambda facts: 0.25, _why_not_compiled, 20.0),
 )
 

@@ -23,7 +23,11 @@ _AT_THE_TOP = {
     "tf32": 'torch.set_float32_matmul_precision("high")',
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
 }
-_OF_THE_MODEL = {"channels_last": "{model}.to(memory_format=torch.channels_last)", "compile": "{model}.compile()"}
+_OF_THE_MODEL = {
+    "channels_last": "{model}.to(memory_format=torch.channels_last)",
+    "compile": "{model}.compile()",
+    "compile_blocks": "for block in {model}.{blocks}:\n{indent}    block.compile()",
+}
 _MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": ()}
 
 
@@ -66,7 +70,9 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
             added.setdefault(_after_imports(tree), []).append(_AT_THE_TOP[name])
         elif name in _OF_THE_MODEL:
             models = sorted({str(model) for kind, _, model in places if kind == "model"})
-            place, text = _after_model(source, tree, name, models)
+            if name == "compile_blocks" and facts.get("block_list") is None:
+                raise NoPatchError(f"{name}: the blocks do not all lie in one list of the model")
+            place, text = _after_model(source, tree, name, models, facts.get("block_list"))
             added.setdefault(place, []).append(text)
         else:
             raise NoPatchError(f"{name}: it goes around the model's call and its loss, which only you can tell apart")
@@ -169,16 +175,19 @@ def _after_imports(tree: ast.Module) -> int:
     return max(node.end_lineno or 0 for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 
-def _after_model(source: str, tree: ast.Module, name: str, models: Sequence[str]) -> tuple[int, str]:
+def _after_model(
+    source: str, tree: ast.Module, name: str, models: Sequence[str], blocks: str | None
+) -> tuple[int, str]:
     """The line behind the statement that gives the model its name, and what to write there."""
     if len(models) != 1:
-        raise NoPatchError(f"{name}: the script itself does not call one model")
+        raise NoPatchError(f"{name}: no one model that is trained has a name in the script")
     statement = _assignments(tree).get(models[0])
     if statement is None:
         raise NoPatchError(f"{name}: the script does not give the model that it calls a name")
     row = source.splitlines()[statement.lineno - 1]
     indent = row[: len(row) - len(row.lstrip())]
-    return statement.end_lineno or statement.lineno, indent + _OF_THE_MODEL[name].format(model=models[0])
+    text = _OF_THE_MODEL[name].format(model=models[0], blocks=blocks, indent=indent)
+    return statement.end_lineno or statement.lineno, indent + text
 
 
 def _assignments(tree: ast.Module) -> dict[str, ast.stmt]:

@@ -398,6 +398,8 @@ class ScriptSearch:
 def _leap(knobs: Sequence[ScriptKnob], facts: Mapping[str, Any]) -> ScriptKnob | None:
     """On a GPU all that usually brings much as one change: one trial and one proof instead of one each."""
     usual = [knob for knob in knobs if knob.gain(facts) >= _USUALLY_MUCH]
+    if any("compile_blocks" in knob.changes(facts) for knob in usual):  # the same, and started sooner
+        usual = [knob for knob in usual if "compile" not in knob.changes(facts)]
     if facts["device"] != "cuda" or len(usual) < 2:
         return None
     changes = {key: value for knob in usual for key, value in knob.changes(facts).items()}
