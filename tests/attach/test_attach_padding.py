@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from frameworm.attach.hooks import install
-from frameworm.attach.padding import MOST_VALUES, Tokens, rows_of, tokens_of
+from frameworm.attach.padding import MOST_VALUES, Tokens, rows_of, tokens_of, trimmed
 from frameworm.attach.watch import Watch
+from frameworm.numerics.sample_hash import batch_hash
 from frameworm.records.schema import StepRecord
 
 LENGTHS = (6, 2, 3)
@@ -192,3 +193,47 @@ def test_a_batch_that_cannot_be_read_ends_the_reading_only(
     assert [note for note in watch.notes if "no such batch" in note] == [
         "padding is not measured: RuntimeError: no such batch"
     ]
+
+
+def padded_batch(lengths: tuple[int, ...], width: int, *, left: bool = False) -> dict[str, Any]:
+    ids, mask = texts(lengths, width, left)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.where(mask == 1, ids, -100),
+        "kind": torch.ones(2),
+    }
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_columns_that_only_pad_are_cut(left: bool) -> None:
+    batch = padded_batch((9, 13), 40, left=left)
+    cut = trimmed(batch)
+    assert {name: tuple(item.shape) for name, item in cut.items()} == {
+        "input_ids": (2, 16),
+        "attention_mask": (2, 16),
+        "labels": (2, 16),
+        "kind": (2,),
+    }
+    for row in (0, 1):
+        kept, before = cut["attention_mask"][row] == 1, batch["attention_mask"][row] == 1
+        assert cut["input_ids"][row][kept].tolist() == batch["input_ids"][row][before].tolist()
+    assert batch_hash(cut) == batch_hash(batch)
+
+
+def test_batches_stay_where_nothing_or_too_much_depends_on_their_width() -> None:
+    full = padded_batch((40, 3), 40)
+    assert trimmed(full) is full
+    square = {**padded_batch((9, 13), 40), "pairs": torch.ones(2, 40, 40)}
+    assert trimmed(square) is square
+    plain = {"pixels": torch.ones(2, 40), "labels": torch.ones(2)}
+    assert trimmed(plain) is plain
+    unmasked = {"input_ids": torch.ones(2, 40, dtype=torch.long), "labels": torch.full((2, 40), -100)}
+    assert trimmed(unmasked) is unmasked
+
+
+def test_tuples_are_cut_as_well() -> None:
+    batch = padded_batch((9, 13), 40)
+    ids, mask, labels = trimmed((batch["input_ids"], batch["attention_mask"], torch.tensor([0, 1])))
+    assert ids.shape == mask.shape == (2, 16)
+    assert labels.shape == (2,)

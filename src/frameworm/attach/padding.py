@@ -25,6 +25,7 @@ _READ = {
     *(torch.float16, torch.float32, torch.float64),
 }
 _SHARED_NAME = "attention_mask"
+_WIDTH_STEP = 8
 
 _Array = NDArray[Any]
 
@@ -48,6 +49,47 @@ class Tokens(NamedTuple):
 
 def tokens_of(batch: Any) -> Tokens | None:
     """What is padding in a batch; None where nothing in it tells."""
+    tables = _padding_in(batch)
+    return None if tables is None else _sum_up(tables)
+
+
+def trimmed(batch: Any) -> Any:
+    """A batch without the columns that only pad it, where a mask tells which; its tensors stay what they are otherwise.
+
+    Widths stay multiples of a few positions, so that there are not too many of them.
+    """
+    tables = _padding_in(batch, by_labels=False) or []
+    shapes = {table.shape for table in tables}
+    if len(shapes) != 1:
+        return batch
+    ((rows, width),) = shapes
+    real = np.flatnonzero(~np.logical_and.reduce([table.all(0) for table in tables]))
+    if not real.size or any(width in (*item.shape[:1], *item.shape[2:]) for _, item in _named_tensors(batch, "", 0)):
+        return batch
+    kept = min(width, -(-(int(real[-1]) - int(real[0]) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+    first = 0 if real[0] == 0 else min(int(real[0]), width - kept)
+    return batch if kept == width else _cut(batch, (rows, width), slice(first, first + kept))
+
+
+def _cut(item: Any, shape: tuple[int, int], columns: slice) -> Any:
+    """All tensors in it that begin with this shape, with these columns only."""
+    if isinstance(item, torch.Tensor):
+        return item[:, columns].contiguous() if tuple(item.shape[:2]) == shape else item
+    if isinstance(item, Mapping):
+        changed = {key: _cut(value, shape, columns) for key, value in item.items()}
+        if type(item) is dict:
+            return changed
+        for key, value in changed.items():
+            item[key] = value  # type: ignore[index]
+        return item
+    if isinstance(item, (tuple, list)):
+        parts = [_cut(part, shape, columns) for part in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    return item
+
+
+def _padding_in(batch: Any, *, by_labels: bool = True) -> list[_Array] | None:
+    """Where a batch is padded, as tables of its positions; None where nothing in it tells."""
     tensors = dict(_named_tensors(batch, "", 0))
     tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}
     shared = [
@@ -58,19 +100,19 @@ def tokens_of(batch: Any) -> Tokens | None:
         and any(item.shape[:2] == table.shape for other, item in tensors.items() if other != name)
     ]
     if shared:
-        return _sum_up(shared)
+        return shared
     masks = {name: table for name, table in tables.items() if _is_mask(name, table)}
     ids = [table for name, table in tables.items() if table.dtype.kind in "iu" and name not in masks]
     for name, mask in masks.items():
         for words in (table for table in ids if table.shape == mask.shape):
             pads = _pads_by_mask(mask, words, named="mask" in name.lower())
             if pads is not None:
-                return _sum_up([pads])
-    for labels in ids:
+                return [pads]
+    for labels in ids if by_labels else ():
         ignored = labels == IGNORED
         for words in (table for table in ids if table is not labels and table.shape == labels.shape):
             if ignored.any():
-                return _sum_up([_pads_by_labels(ignored, words)])
+                return [_pads_by_labels(ignored, words)]
     return None
 
 

@@ -142,6 +142,18 @@ def test_switches_are_read_as_they_were_written() -> None:
         Switches.from_dict({"workers": "many"})
 
 
+def test_shuffling_loaders_trim_what_they_pad(patches: Patches) -> None:
+    intercept(Switches(trim_padding=True), patches)
+    ids, mask = torch.arange(2, 322).view(8, 40), torch.zeros(8, 40, dtype=torch.long)
+    mask[:, :10] = 1
+    samples = TensorDataset(ids * mask, mask)
+    for shuffle, width in ((True, 16), (False, 40)):
+        loader = DataLoader(samples, 4, shuffle=shuffle)
+        copied = DataLoader(samples, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
+        for made in (loader, copied):
+            assert [tuple(part.shape) for part in next(iter(made))] == [(4, width)] * 2
+
+
 class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ CPU: dict[str, Any] = {
     "convolutions": False,
     "workers": 0,
     "pinned": False,
+    "padded_share": None,
     "places": [],
     "framework": None,
     "data_parallel": None,

@@ -15,6 +15,7 @@ import torch
 import torch.utils.data.dataloader as dataloader
 from torch import nn
 
+from frameworm.attach.padding import trimmed
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import intercept_data_parallel
 from frameworm.attach.trial.switches import Switches
@@ -37,8 +38,8 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
         torch.backends.cudnn.benchmark = True
     if switches.fused_optimizer:
         patches.set(torch.optim.Optimizer, "__init__", _fused)
-    if switches.workers or switches.pin_memory:
-        patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_processes, switches))
+    if switches.workers or switches.pin_memory or switches.trim_padding:
+        patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_loading, switches))
     intercept_data_parallel(switches, patches)
     return ModelSwitches(switches)
 
@@ -145,8 +146,8 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     return all(item.is_floating_point() and item.device.type in ("cpu", "cuda") for item in parameters)
 
 
-def _with_processes(switches: Switches, original: _Function) -> _Function:
-    """Loaders that shuffle a data set by its places, and load in the script's own process."""
+def _with_loading(switches: Switches, original: _Function) -> _Function:
+    """Loaders that shuffle a data set by its places."""
 
     @functools.wraps(original)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -160,8 +161,14 @@ def _with_processes(switches: Switches, original: _Function) -> _Function:
             vars(self)["persistent_workers"] = True
         if switches.pin_memory and torch.cuda.is_available():
             self.pin_memory = True
+        if switches.trim_padding and getattr(self.collate_fn, "func", None) is not _trimming:  # libraries copy loaders
+            self.collate_fn = functools.partial(_trimming, self.collate_fn)
 
     return initialise
+
+
+def _trimming(collate: _Function, samples: Any) -> Any:
+    return trimmed(collate(samples))
 
 
 def can_have_processes(loader: Any) -> bool:

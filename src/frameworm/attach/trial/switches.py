@@ -28,6 +28,7 @@ class Switches:
         cudnn_benchmark: Let cuDNN time its algorithms.
         workers: Processes for loaders that shuffle and have none.
         pin_memory: Page-locked batches.
+        trim_padding: Batches of loaders that shuffle are as wide as their longest sample, where a mask tells.
         bucket_mib: Gradients that DistributedDataParallel gathers at once; 0: as it is.
         bucket_views: Gradients lie where it gathers them, instead of being copied.
         gather_once: Of the passes whose gradients are added up, only the last gathers them.
@@ -42,6 +43,7 @@ class Switches:
     cudnn_benchmark: bool = False
     workers: int = 0
     pin_memory: bool = False
+    trim_padding: bool = False
     bucket_mib: int = 0
     bucket_views: bool = False
     gather_once: bool = False
@@ -92,6 +94,11 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
         "DataLoader(..., num_workers={value}, persistent_workers=True)",
     ),
     "pin_memory": ("page-locked batches", "data.pin_memory", "DataLoader(..., pin_memory=True)"),
+    "trim_padding": (
+        "batches as wide as their longest sample",
+        "data.pad_to:longest",
+        "pad to the longest sample of each batch (in collate_fn), not to one length for all",
+    ),
     "bucket_mib": ("MiB of gradients at once", None, "DistributedDataParallel(..., bucket_cap_mb={value})"),
     "bucket_views": ("gradients in their buckets", None, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
     "gather_once": (

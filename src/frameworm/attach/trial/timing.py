@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from frameworm.attach.framework import Loops
+from frameworm.attach.padding import tokens_of
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import facts_of_data_parallel
 from frameworm.attach.trial.framework_options import FrameworkOptions
@@ -72,7 +73,7 @@ class TimedRun(Listener):
         self._waited_s += seconds
         self._samples += leading_size(batch) or 0
         if self.counter.step <= FIRST_STEPS:
-            self._seen.look_at(iterator)
+            self._seen.look_at(iterator, batch)
 
     def goes_back(self, loss: torch.Tensor) -> None:
         """Count the passes of the first steps."""
@@ -168,21 +169,26 @@ class Seen:
         autocast: Something is computed in half precision by autocast.
         workers: Processes of the loaders that read in an order of their own, by loader.
         pinned: Whether these page-lock.
+        padded: Of their batches, the share of positions beyond the longest sample.
     """
 
     autocast: bool = False
     workers: list[int] = field(default_factory=list)
     pinned: list[bool] = field(default_factory=list)
+    padded: list[float] = field(default_factory=list)
 
     def look(self) -> None:
         """Inside of a model's call."""
         self.autocast = self.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
-    def look_at(self, iterator: Any) -> None:
-        """An iterator that has just given a batch."""
+    def look_at(self, iterator: Any, batch: Any) -> None:
+        """An iterator, and the batch that it has just given."""
         if reads_in_own_order(iterator._dataset, iterator._index_sampler):
             self.workers.append(int(iterator._num_workers))
             self.pinned.append(bool(iterator._pin_memory))
+            tokens = tokens_of(batch)
+            if tokens is not None:
+                self.padded.append(tokens.beyond_longest / tokens.positions)
 
 
 def _list_of_blocks(models: list[nn.Module]) -> str | None:
@@ -221,6 +227,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,
+        "padded_share": sum(seen.padded) / len(seen.padded) if seen.padded else None,
         "places": counter.places,
         "own_names": _digest([[name for name, _ in item.named_parameters()] for item in counter.own_models]),
     }

@@ -16,6 +16,8 @@ Facts = Mapping[str, Any]
 # A loader that is waited for less than this is fast enough.
 _WAITS = 0.03
 _MOST_WORKERS = 4
+# Of the positions of a batch, those beyond its longest sample; fewer are not worth a change.
+_PADDED = 0.05
 _LEAST_BLOCKS = 3
 _MOST_BUCKET_MIB = 200
 _NOT_GATHERED = "no DistributedDataParallel gathers its gradients"
@@ -58,6 +60,14 @@ def _why_no_workers(facts: Facts) -> str | None:
         (facts["workers"] is None, "no DataLoader shuffles a data set by its places"),
         (facts["workers"], f"it has {facts['workers']} loader processes"),
         (waits < _WAITS, f"it waits for batches for {waits:.1%} of a step"),
+    )
+
+
+def _why_not_trimmed(facts: Facts) -> str | None:
+    share = facts["padded_share"]
+    return _first(
+        (share is None, "nothing tells what pads its batches"),
+        ((share or 0.0) < _PADDED, "its batches are not padded beyond their longest sample"),
     )
 
 
@@ -144,6 +154,9 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
         lambda facts: {"channels_last": True},
         lambda facts: 0.1,
         lambda facts: _first((not _of_images(facts), "no convolutions on a GPU")),
+    ),
+    ScriptKnob(
+        lambda facts: {"trim_padding": True}, lambda facts: (facts["padded_share"] or 0.0) / 2, _why_not_trimmed
     ),
     ScriptKnob(lambda facts: {"gather_once": True}, lambda facts: 0.3, _why_not_once),
     ScriptKnob(lambda facts: {"bucket_views": True}, lambda facts: 0.05, _why_no_views),

@@ -28,6 +28,12 @@ _OF_THE_MODEL = {
     "compile": "{model}.compile()",
     "compile_blocks": "for block in {model}.{blocks}:\n{indent}    block.compile()",
 }
+_OWN_AFFAIR = {
+    "trim_padding": "how samples are padded is decided in many ways; the line to write by hand says what to do",
+    "bucket_mib": "where DistributedDataParallel is made is not followed; write it by hand",
+    "bucket_views": "where DistributedDataParallel is made is not followed; write it by hand",
+    "gather_once": "which pass is the last of an update is for the script to say; write it by hand",
+}
 _MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": ()}
 
 
@@ -74,6 +80,8 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
                 raise NoPatchError(f"{name}: the blocks do not all lie in one list of the model")
             place, text = _after_model(source, tree, name, models, facts.get("block_list"))
             added.setdefault(place, []).append(text)
+        elif name in _OWN_AFFAIR:
+            raise NoPatchError(f"{name}: {_OWN_AFFAIR[name]}")
         else:
             raise NoPatchError(f"{name}: it goes around the model's call and its loss, which only you can tell apart")
     rows = source.splitlines(keepends=True)
