@@ -134,6 +134,10 @@ PROBLEMS = {
     "no training": ("import torch\nprint(torch.ones(2))", "no optimizer of torch has stepped"),
     "stdin": ("import torch\ninput('which model? ')", "EOFError"),
     "crash": ("import torch\nraise SystemExit('no data here')", "no data here"),
+    "processes of its own": (
+        "import torch\nimport torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(print, nprocs=1)",
+        "let torchrun start them",
+    ),
     "three steps": (SLEEPER, "ended after 3 steps"),
 }
 

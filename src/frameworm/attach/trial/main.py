@@ -63,8 +63,22 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     steps = counters[0].updates if counters else 0
-    link.report({"event": "end", "status": ending.status, "steps": steps, "imported": bool(counters)})
+    link.report(
+        {
+            "event": "end",
+            "status": ending.status,
+            "steps": steps,
+            "imported": bool(counters),
+            "started_processes": _has_started_processes(),
+        }
+    )
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_started_processes() -> bool:
+    """Whether the script has made processes of multiprocessing; their names count up."""
+    module = sys.modules.get("multiprocessing.process")
+    return module is not None and not module.BaseProcess(name=None).name.endswith("-1")
 
 
 def _split(job: TrialJob) -> int:

@@ -20,6 +20,7 @@ from frameworm.attach.trial.job import TrialJob
 from frameworm.records.reading import read_tail
 
 _LOG_TAIL = 2000
+_BY_TORCHRUN = "let torchrun start them: torchrun --nproc-per-node N -m frameworm tune SCRIPT.py"
 
 
 class ScriptError(Exception):
@@ -78,6 +79,7 @@ class ScriptProcess:
         self.job = job
         self.log = place / f"{job.name or job.role}.log"
         self._deadline = deadline
+        self._has_stood = False
         pipes = [(os.pipe(), os.pipe()) for _ in job.ranks or [{}]]
         commands, reports = [to[0] for to, _ in pipes], [back[1] for _, back in pipes]
         self._ends = [_End(to[1], back[0]) for to, back in pipes]
@@ -112,6 +114,7 @@ class ScriptProcess:
             ScriptError: It does not.
         """
         told = self.hear("stand")
+        self._has_stood = True
         seconds = [item["seconds"] for item in told if item["seconds"] is not None]
         return Stand(
             max(seconds, default=None),
@@ -165,7 +168,8 @@ class ScriptProcess:
             numbers = {self._ends[place].reports: place for place in places}
             ready, _, _ = select.select(list(numbers), [], [], max(0.0, left_s))
             if not ready:
-                raise ScriptError("it made no further step before its time was over")
+                where = "" if self._has_stood else f". If it trains in processes that it starts itself, {_BY_TORCHRUN}"
+                raise ScriptError(f"it made no further step before its time was over{where}")
             for number in ready:
                 read = os.read(number, 65536)
                 if not read:
@@ -205,6 +209,11 @@ class ScriptProcess:
 def _why_ended(told: dict[str, Any]) -> str:
     if not told["imported"]:
         return "the script ended without importing torch: there is no training to tune in this process"
+    if not told["steps"] and told["started_processes"]:
+        return (
+            "no optimizer of torch has stepped in the script's own process, and it has started others. If they train, "
+            f"{_BY_TORCHRUN}"
+        )
     if not told["steps"]:
         return "the script ended and no optimizer of torch has stepped: there is no training to tune in this process"
     return f"the script ended after {told['steps']} steps"
