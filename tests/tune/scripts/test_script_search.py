@@ -164,3 +164,35 @@ def test_an_option_that_does_less_or_more_is_set_in_torch(seen: dict[str, Any], 
     assert forget_options(wanted, facts, {**TRAINER, **seen}) == (left != Switches())
     assert through_options(wanted, facts)[0] == left
     assert not forget_options(left, facts, {**TRAINER, **seen}), "once is enough"
+
+
+class Lucky(Given):
+    """A search whose processes differ by themselves: of each pair, the one with the change by this factor."""
+
+    def __init__(self, folder: Path, gain: float, luck: Sequence[float]) -> None:
+        super().__init__(folder, CPU, {"fused_optimizer": gain})
+        self._luck = list(luck)
+
+    def _time_both(self, before: Switches, after: Switches, **more: Any) -> list[Window]:
+        luck = self._luck.pop(0) if after.fused_optimizer and self._luck else 1.0
+        windows = super()._time_both(before, after, **more)
+        return [Window(side, value / luck if side == "after" else value) for side, value in windows]
+
+
+@pytest.mark.parametrize(
+    ("gain", "luck", "status"),
+    [
+        (1.0, [1.03, 0.99], "rejected"),  # the first process was a fast one
+        (1.0, [1.03, 1.03, 1.0], "rejected"),
+        (1.05, [1.0, 0.98, 1.01], "accepted"),
+        (1.3, [1.0], "accepted"),  # no further pair is needed
+        (1.0, [1.015], "rejected"),  # too small to be worth a change
+    ],
+)
+def test_a_small_gain_must_show_in_several_pairs_of_processes(
+    tmp_path: Path, gain: float, luck: list[float], status: str
+) -> None:
+    search = Lucky(tmp_path, gain, luck)
+    search.run()
+    assert statuses(search)["fused_optimizer"] == status
+    assert not search._luck, "as many pairs of processes as were needed"
