@@ -7,6 +7,8 @@ Null knobs set what means nothing without a GPU: page-locked batches and cuDNN's
 
 The cost: a loop of tiny steps, the worst case, that times itself. A process with nothing around it and one under
 `frameworm run --with` a file that switches nothing on take turns. Ratios are medians over the pairs of processes.
+
+Results are kept in benchmarks/results/scripts_null-cpu.json: what is measured again replaces what was there.
 """
 
 from __future__ import annotations
@@ -111,13 +113,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of processes that show the cost")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
-    cost = watch_cost(arguments.pairs)
-    tell_progress(f"watched / plain: {cost['ratio']}")
-    tried = try_nothing(arguments.trials)
-    accepted = sum(item["status"] == "accepted" for item in tried)
-    results = {"null_knobs": tried, "accepted": accepted, "watching": cost}
-    write_results("scripts_null", torch.device("cpu"), {"trials": arguments.trials}, results, arguments.out)
-    print(json.dumps({"null knobs": len(tried), "accepted": accepted, "watched / plain": cost["ratio"]}))
+    path = arguments.out / "scripts_null-cpu.json"
+    results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {}
+    if arguments.pairs:
+        results["watching"] = watch_cost(arguments.pairs)
+        tell_progress(f"watched / plain: {results['watching']['ratio']}")
+    if arguments.trials:
+        tried = results["null_knobs"] = try_nothing(arguments.trials)
+        results["accepted"] = sum(item["status"] == "accepted" for item in tried)
+        tell_progress(f"accepted: {results['accepted']} of {len(tried)}")
+    settings = {"trials": arguments.trials, "pairs": arguments.pairs}
+    write_results("scripts_null", torch.device("cpu"), settings, results, arguments.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class TunedRun:
         """Run it."""
         finder = AfterImport("torch", self._attach)
         finder.arm()
+        gc.freeze()  # what was imported so far is not for the script's garbage collections to look through
         try:
             return run_script(self.script, self.arguments)
         finally:
