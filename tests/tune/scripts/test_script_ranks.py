@@ -116,7 +116,7 @@ def test_a_trial_of_ranks_stands_and_goes_and_ends_with_the_first_that_fails(tmp
         assert stand.facts["world_size"] == 2
         assert stand.facts["data_parallel"]["passes_per_update"] == 3.0
         assert process.go(5).done == stand.done + 5
-    with started(tmp_path, ["40", "DDP", "end"]) as process, pytest.raises(ScriptError, match="the script itself fails"):
+    with started(tmp_path, ["40", "DDP", "end"]) as process, pytest.raises(ScriptError, match="script itself fails"):
         process.stand()
 
 
