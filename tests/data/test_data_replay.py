@@ -50,7 +50,7 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         rng = self.rng if self.rng is not None else np.random.default_rng()
-        return iter(torch.from_numpy(rng.permutation(64)))
+        return iter(torch.from_numpy(rng.random(64)))
 
 
 def _unseeded_batches() -> Iterator[torch.Tensor]:
