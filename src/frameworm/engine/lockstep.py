@@ -30,7 +30,7 @@ from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputEr
 from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate
-from frameworm.numerics.randomness import random_state, restore_random_state, seed_everything
+from frameworm.numerics.randomness import has_drawn, random_state, restore_random_state, seed_everything
 from frameworm.numerics.sketch import dense, sketch
 from frameworm.numerics.state import Named, read, whole, write
 
@@ -148,12 +148,17 @@ class _Lockstep(Gate):
         return {name: value for name, value in found.items() if not name.startswith("change of ")}
 
     def _is_random(self, batch: StepBatch, state: Named) -> bool:
-        """Whether an eager step depends on the seed; all ranks agree."""
-        seen = []
+        """Whether an eager step depends on the seed; all ranks agree.
+
+        It must draw: sums in changing order also give another result now and then.
+        """
+        seen, draws = [], False
         for seed in (0, 1, 0):
             self._load(state, seed)
+            random = random_state(self._device)
             seen.append(self._eagerly(batch, self._session.precision, state))
-        depends = _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
+            draws = draws or has_drawn(random, self._device)
+        depends = draws and _distance(seen[0], seen[1]) > 100 * _distance(seen[0], seen[2]) + 1e-5
         ranks = torch.tensor(float(depends), device=self._device)
         if self._eager.strategy.world_size > 1:
             self._eager.strategy.sum_over_ranks(ranks)

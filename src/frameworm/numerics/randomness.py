@@ -33,6 +33,14 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def has_drawn(before: dict[str, Any], device: torch.device) -> bool:
+    """Whether a number was drawn since `random_state` gave this."""
+    now = random_state(device)
+    plain = [[state["python"], state["numpy"][0], state["numpy"][2:]] for state in (before, now)]
+    tensors = [[state["numpy"][1], state["torch"], state.get("cuda")] for state in (before, now)]
+    return plain[0] != plain[1] or any(one is not None and not torch.equal(one, other) for one, other in zip(*tensors))
+
+
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Continue drawing where `random_state` was taken."""
     version, words, gauss = state["python"]
