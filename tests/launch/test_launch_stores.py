@@ -45,14 +45,17 @@ def foreign_port(request: pytest.FixtureRequest) -> Iterator[int]:
                 try:
                     client = listener.accept()[0]
                     clients.append(client)
+                    client.settimeout(5.0)
                     answer(client)
                 except OSError:
                     if listener.fileno() < 0:
                         return
 
-        threading.Thread(target=serve, daemon=True).start()
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
         yield int(listener.getsockname()[1])
         listener.shutdown(socket.SHUT_RDWR)
+    server.join(20.0)  # it may have taken another client at the last moment
     for client in clients:
         client.close()
 
