@@ -237,3 +237,17 @@ def test_tuples_are_cut_as_well() -> None:
     ids, mask, labels = trimmed((batch["input_ids"], batch["attention_mask"], torch.tensor([0, 1])))
     assert ids.shape == mask.shape == (2, 16)
     assert labels.shape == (2,)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_ignored_labels_over_one_id_tell_as_well(left: bool) -> None:
+    batch = padded_batch((9, 13), 40, left=left)
+    pair = (batch["input_ids"], batch["labels"])
+    cut = trimmed(pair)
+    assert [item.shape for item in cut] == [(2, 16)] * 2
+    assert [item.tolist() for item in trimmed(cut)] == [item.tolist() for item in cut], "once is enough"
+    for before, after in zip(pair, cut):
+        assert [row[row > 0].tolist() for row in after] == [row[row > 0].tolist() for row in before]
+    words = torch.arange(80).view(2, 40) + 1
+    hidden = (words, torch.where(words % 40 > 12, -100, words))
+    assert trimmed(hidden) is hidden, "words whose labels are ignored are no padding"

@@ -39,7 +39,7 @@ def install_collective_hooks(patches: Patches, watch: Watch) -> None:
     for function in (SideStreams.runs_here, SideStreams.follows, SideStreams.ends_wait):
         keep_compiler_out(function, also_of_calls=True)
     keep_compiler_out(_is_so)
-    keep_compiler_out(_call_waiting)
+    keep_compiler_out(_call_timed)
     side = SideStreams(watch)
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         for name in COLLECTIVES:
@@ -89,7 +89,7 @@ def wait_of(watch: Watch, original: _Function) -> _Function:
     def wait(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
-        return _call_waiting(watch, original, *args, **kwargs)
+        return _call_timed(watch, True, original, *args, **kwargs)
 
     return wait
 
@@ -97,12 +97,9 @@ def wait_of(watch: Watch, original: _Function) -> _Function:
 def _collective(watch: Watch, side: SideStreams, original: _Function) -> _Function:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or _is_so(watch, side.runs_here) or not watch.enter(COMMUNICATION):
+        if is_dynamo_compiling() or _is_so(watch, side.runs_here):
             return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            watch.leave()
+        return _call_timed(watch, False, original, *args, **kwargs)
 
     return call
 
@@ -123,7 +120,7 @@ def _wait_for_event(watch: Watch, side: SideStreams, original: _Function) -> _Fu
     def wait(self: Any, stream: Any = None) -> Any:
         if is_dynamo_compiling() or not _is_so(watch, side.ends_wait, self, stream):
             return original(self, stream)
-        return _call_waiting(watch, original, self, stream)
+        return _call_timed(watch, True, original, self, stream)
 
     return wait
 
@@ -137,11 +134,13 @@ def _is_so(watch: Watch, question: Callable[..., bool], *args: Any) -> bool:
         return False
 
 
-def _call_waiting(watch: Watch, original: _Function, *args: Any, **kwargs: Any) -> Any:
+def _call_timed(watch: Watch, waits: bool, original: _Function, *args: Any, **kwargs: Any) -> Any:
+    """A call as communication; `waits`: for what was started earlier."""
     if not watch.enter(COMMUNICATION):
         return original(*args, **kwargs)
     try:
         return original(*args, **kwargs)
     finally:
         watch.leave()
-        watch.waited()
+        if waits:
+            watch.waited()

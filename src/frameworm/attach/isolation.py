@@ -68,8 +68,8 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
     """Move this process into namespaces of its own; its writes, processes and connections end with it.
 
     The call returns in a new process with the same working directory, environment and open files. The process that
-    called stays outside as a waiter: it passes signals on and ends as the new one ends. Killing it kills everything
-    inside. Sockets and FIFOs of other processes cannot be reached by their path.
+    called stays outside as a waiter: it passes signals on and ends as the new one ends. Killing it, or its parent,
+    kills everything inside. Sockets and FIFOs of other processes cannot be reached by their path.
 
     Args:
         shared: Folders that stay the real ones; what is written there stays.
@@ -99,7 +99,7 @@ def isolate(shared: Sequence[Path] = (), *, network: bool = False) -> None:
         _wait_outside(init, status_read)
     os.close(status_read)
     os.setsid()  # a signal to the process group reaches the waiter only, which passes it on once
-    _die_with_parent(status_write)
+    die_with_parent(status_write)
     failure: Exception | None = None
     try:
         _build_root(working_directory, folders, places, set(places.values()) if own_users else set())
@@ -199,13 +199,18 @@ def _close_files_except(kept: int) -> None:
                 os.close(number)
 
 
-def _die_with_parent(status_write: int) -> None:
-    """Let the kernel kill this process, and all inside with it, when the waiter dies."""
+def die_with_parent(pipe: int | None = None) -> None:
+    """Let the kernel kill this process when the one that started it dies.
+
+    Args:
+        pipe: Is read by that one only; tells whether it has died already.
+    """
     _call("prctl", _PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
-    poll = select.poll()
-    poll.register(status_write, 0)
-    if poll.poll(0):  # nobody reads: the waiter died before the call above
-        os._exit(1)
+    if pipe is not None:
+        poll = select.poll()
+        poll.register(pipe, 0)
+        if poll.poll(0):  # nobody reads
+            os._exit(1)
 
 
 def _wait_for(child: int) -> int:
@@ -234,6 +239,7 @@ def _wait_as_init(script: int, status_write: int) -> NoReturn:
 def _wait_outside(init: int, status_read: int) -> NoReturn:
     """Wait for init, then end as the script ended."""
     try:
+        die_with_parent()
         _close_files_except(status_read)
         status = _wait_for(init)
         told = os.read(status_read, 4)  # nothing if init was killed

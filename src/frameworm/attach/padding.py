@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from frameworm.data.prefetch import map_tensors
+
 IGNORED = -100
 MOST_VALUES = 2**18  # of a tensor; reading more takes milliseconds
 MOST_TENSORS = 32
@@ -54,11 +56,11 @@ def tokens_of(batch: Any) -> Tokens | None:
 
 
 def trimmed(batch: Any) -> Any:
-    """A batch without the columns that only pad it, where a mask tells which; its tensors stay what they are otherwise.
+    """A batch without the columns that only pad it, where something in it tells; else it stays as it is.
 
     Widths stay multiples of a few positions, so that there are not too many of them.
     """
-    tables = _padding_in(batch, by_labels=False) or []
+    tables = _padding_in(batch) or []
     shapes = {table.shape for table in tables}
     if len(shapes) != 1:
         return batch
@@ -68,27 +70,14 @@ def trimmed(batch: Any) -> Any:
         return batch
     kept = min(width, -(-(int(real[-1]) - int(real[0]) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
     first = 0 if real[0] == 0 else min(int(real[0]), width - kept)
-    return batch if kept == width else _cut(batch, (rows, width), slice(first, first + kept))
+
+    def cut(item: torch.Tensor) -> torch.Tensor:
+        return item[:, first : first + kept].contiguous() if item.shape[:2] == (rows, width) else item
+
+    return batch if kept == width else map_tensors(batch, cut)
 
 
-def _cut(item: Any, shape: tuple[int, int], columns: slice) -> Any:
-    """All tensors in it that begin with this shape, with these columns only."""
-    if isinstance(item, torch.Tensor):
-        return item[:, columns].contiguous() if tuple(item.shape[:2]) == shape else item
-    if isinstance(item, Mapping):
-        changed = {key: _cut(value, shape, columns) for key, value in item.items()}
-        if type(item) is dict:
-            return changed
-        for key, value in changed.items():
-            item[key] = value  # type: ignore[index]
-        return item
-    if isinstance(item, (tuple, list)):
-        parts = [_cut(part, shape, columns) for part in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    return item
-
-
-def _padding_in(batch: Any, *, by_labels: bool = True) -> list[_Array] | None:
+def _padding_in(batch: Any) -> list[_Array] | None:
     """Where a batch is padded, as tables of its positions; None where nothing in it tells."""
     tensors = dict(_named_tensors(batch, "", 0))
     tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}
@@ -108,7 +97,7 @@ def _padding_in(batch: Any, *, by_labels: bool = True) -> list[_Array] | None:
             pads = _pads_by_mask(mask, words, named="mask" in name.lower())
             if pads is not None:
                 return [pads]
-    for labels in ids if by_labels else ():
+    for labels in ids:
         ignored = labels == IGNORED
         for words in (table for table in ids if table is not labels and table.shape == labels.shape):
             if ignored.any():

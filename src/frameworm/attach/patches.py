@@ -16,6 +16,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
         """Replace an attribute by a wrapper around it; one that does not exist is left alone."""
@@ -27,8 +28,14 @@ class Patches:
         self._before.append((owner, name, own))
         setattr(owner, name, wrapper)
 
+    def undo_by(self, undo: Callable[[], None]) -> None:
+        """Something else was changed, which this call takes back."""
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Put everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
         while self._before:
             owner, name, found = self._before.pop()
             if found is _MISSING:

@@ -127,7 +127,9 @@ class RankMeeting:
         write_atomic(self._file("leader"), str(os.getpid()))
         found: list[dict[str, str | None]] = [{}]
         for rank in range(1, self.process.world_size):
-            text = self._wait(self._file(f"rank{rank}"), WAIT_FOR_FOLDER_S)
+            path = self._file(f"rank{rank}")
+            text = self._wait(path, WAIT_FOR_FOLDER_S)
+            path.unlink(missing_ok=True)  # variables may hold secrets
             if text is None:
                 raise EnvironmentSetupError(
                     f"rank {rank} has not come within {WAIT_FOR_FOLDER_S:.0f} s; all of them must be on this machine"

@@ -122,7 +122,9 @@ def tune(
         None, help="Folder of the search; tune/<name> unless given. A config's that was stopped goes on where it was."
     ),
     allow: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="approximate: keep what changes the numerics by more than rounding without a quality check."
+        None,
+        help="For a config approximate: keep what changes the numerics by more than rounding without a quality check. "
+        "For a script graphs: try CUDA graphs, which overwrite what the model has returned before.",
     ),
     max_quality_loss: str = typer.Option(
         "0.3%,0.2points",
@@ -147,15 +149,15 @@ def tune(
     """
     if script is not None or module is not None:
         given = [*([] if script is None or module is None else [str(script)]), *(arguments or [])]
-        _refuse_settings(config, settings, trials, allow, distributed)
-        _tune_script(script, module, given, out, budget, accept_side_effects, dry_run, as_json)
+        _refuse_settings(config, settings, trials, distributed)
+        _tune_script(script, module, given, out, budget, accept_side_effects, dry_run, allow, as_json)
         return
     if config is None:
         raise EnvironmentSetupError(
             "give a script or a config: `frameworm tune train.py --its-own-options`, or `frameworm tune --config F`"
         )
     if allow not in (None, "approximate"):
-        raise ConfigError(f"--allow {allow}: there is only --allow approximate")
+        raise ConfigError(f"--allow {allow}: for a config there is only --allow approximate")
     time_s, margin = parse_duration(budget), parse_margin(max_quality_loss)
     loaded = load_runnable(config, settings)
     if ":" not in loaded.workload:  # which libraries a user's own needs is known when it was built
@@ -195,15 +197,12 @@ def tune(
         raise typer.Exit(1)
 
 
-def _refuse_settings(
-    config: Path | None, settings: list[str], trials: int | None, allow: str | None, distributed: bool
-) -> None:
+def _refuse_settings(config: Path | None, settings: list[str], trials: int | None, distributed: bool) -> None:
     """Refuse options that mean something for configs only."""
     options = {
         "--config": config is not None,
         "--set": bool(settings),
         "--trials": trials is not None,
-        "--allow": allow is not None,
         "--distributed": distributed,
     }
     for name, given in options.items():
@@ -219,14 +218,18 @@ def _tune_script(
     budget: str,
     accept_side_effects: bool,
     dry_run: bool,
+    allow: str | None,
     as_json: bool,
 ) -> None:
     from frameworm.attach.isolation import why_not
     from frameworm.attach.script import check_script, find_module
     from frameworm.report.tune.text import by_hand
-    from frameworm.tune.scripts.result import PATCH_NAME, TUNED_NAME, write_result
-    from frameworm.tune.scripts.search import ScriptSearch, plan_in_words
+    from frameworm.tune.scripts.knobs import CONSENTS
+    from frameworm.tune.scripts.result import PATCH_NAME, TUNED_NAME, plan_in_words, write_result
+    from frameworm.tune.scripts.search import ScriptSearch
 
+    if allow is not None and allow not in CONSENTS:
+        raise ConfigError(f"--allow {allow}: for a script there is only --allow {', '.join(CONSENTS)}")
     path = script if module is None else find_module(module)
     assert path is not None
     check_script(path)
@@ -253,6 +256,7 @@ def _tune_script(
                 module=module,
                 isolated=refused is None,
                 ranks=ranks,
+                allowed=[] if allow is None else [allow],
                 tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
             ).run()
         write_result(result, folder)

@@ -358,7 +358,8 @@ def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return moved
     clone = copy.copy(batch)
     try:
-        clone.update(moved)
+        for key, value in moved.items():  # some forbid `update`
+            clone[key] = value
     except (TypeError, NotImplementedError):
         return moved
     return clone

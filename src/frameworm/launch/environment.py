@@ -194,6 +194,11 @@ def become_rank(different: Mapping[str, str | None], port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
+def keep_compiled_in(folder: Path) -> None:
+    """Let torch's compiler find in a folder what other processes compiled, and leave there what it compiles."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
     return integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0

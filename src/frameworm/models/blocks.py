@@ -1,4 +1,4 @@
-"""The blocks that a model repeats, whoever wrote it: layers of a transformer, stages of a network for images."""
+"""Finds the blocks that a model repeats, such as the layers of a transformer."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ import copy
 import io
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.interception import intercept
@@ -154,6 +155,34 @@ def test_shuffling_loaders_trim_what_they_pad(patches: Patches) -> None:
             assert [tuple(part.shape) for part in next(iter(made))] == [(4, width)] * 2
 
 
+def rows_of(loader: Any) -> list[Any]:
+    torch.manual_seed(3)
+    return list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_are_indexed_at_once_are_the_same(patches: Patches, workers: int) -> None:
+    data = TensorDataset(torch.randn(23, 3, 5), torch.arange(23), torch.randn(23, dtype=torch.float64))
+    parts = [data, Subset(data, range(4, 20)), Subset(Subset(data, [3, 1, 4, 1, 5, 9, 2, 6]), [7, 0, 0, 2])]
+    loaders = [DataLoader(part, 4, shuffle=True, num_workers=workers) for part in parts]
+    own = DataLoader(data, 4, collate_fn=lambda samples: len(samples))
+    alone = DataLoader(data, batch_size=None)
+    expected = [rows_of(loader) for loader in loaders]
+    singles = rows_of(alone)
+    taken = []
+    with patch.object(TensorDataset, "__getitem__", lambda self, place: taken.append(place)):
+        intercept(Switches(whole_batches=True), patches)
+        found = [rows_of(loader) for loader in loaders]
+    assert not taken
+    for one, other in zip(found, expected):
+        assert [type(batch) for batch in one] == [type(batch) for batch in other]
+        for batch, known in zip(one, other):
+            assert all(torch.equal(part, true) and part.dtype == true.dtype for part, true in zip(batch, known))
+            assert [part.stride() for part in batch] == [part.stride() for part in known]
+    assert rows_of(own) == [4, 4, 4, 4, 4, 3]
+    assert all(torch.equal(row[0], known[0]) for row, known in zip(rows_of(alone), singles))
+
+
 class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -184,7 +213,7 @@ def test_blocks_that_are_alike_are_compiled_once(patches: Patches, monkeypatch: 
         return graph.forward
 
     compiling = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call: compiling(call, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiling(call, backend=backend))
     torch.manual_seed(0)
     model, batch = Stack(), torch.randn(3, 6)
     expected, names = model(batch), list(model.state_dict())
@@ -202,3 +231,46 @@ def test_blocks_that_are_alike_are_compiled_once(patches: Patches, monkeypatch: 
 def test_the_whole_is_compiled_instead_of_its_blocks() -> None:
     assert Switches(compile_blocks=True).having({"compile": True}) == Switches(compile=True)
     assert Switches(compile_blocks=True).having({"tf32": True}).compile_blocks
+
+
+def test_autocast_returns_outputs_that_are_mappings_with_attributes(patches: Patches) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, batch: torch.Tensor) -> Any:
+            logits = self.inner(batch)
+            return outputs.SequenceClassifierOutput(loss=logits.mean(), logits=logits)
+
+    model = Classifier()
+    intercept(Switches(autocast="bf16"), patches).found(model)
+    found = model(torch.ones(2, 4))
+    assert type(found) is outputs.SequenceClassifierOutput
+    assert found.logits.dtype == found["logits"].dtype == found.loss.dtype == torch.float32
+    found.loss.backward()
+    assert model.inner.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "modes"), [({"compile": True}, [None]), ({"compile": True, "cuda_graphs": True}, ["reduce-overhead"])]
+)
+def test_a_model_is_compiled_in_one_way(
+    patches: Patches, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], modes: list[str | None]
+) -> None:
+    seen = []
+
+    def compile_(call: Any, mode: str | None = None) -> Any:
+        seen.append(mode)
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    model, batch = Stack(), torch.randn(3, 6)
+    expected = model(batch)
+    switches = Switches(compile_blocks=True).having({"compile": True}).having(changes)
+    intercept(switches, patches).found(model)
+    assert torch.equal(model(batch), expected)
+    assert seen == modes
+    assert len([name for name in switches.to_dict() if name in ("compile", "compile_blocks", "cuda_graphs")]) == 1

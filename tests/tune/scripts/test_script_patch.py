@@ -174,3 +174,41 @@ def test_in_one_line_they_stay_in_it() -> None:
 def test_options_without_a_line_say_why(source: str, facts: dict[str, Any], told: str) -> None:
     with pytest.raises(NoPatchError, match=told.replace("*", r"\*")):
         patched(source, {"autocast": "bf16"}, {**FACTS, **facts})
+
+
+BATCHES = "torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), {}, {})"
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        (
+            "DataLoader(data, batch_size=8, shuffle=True)",
+            f"DataLoader(data, batch_size=None, shuffle=False, sampler={BATCHES.format(8, False)})",
+        ),
+        (
+            "DataLoader(data, args.size, True, num_workers=2)",
+            f"DataLoader(data, None, False, num_workers=2, sampler={BATCHES.format('args.size', False)})",
+        ),
+        (
+            "DataLoader(data, batch_size=8, drop_last=last, shuffle=True)",
+            f"DataLoader(data, batch_size=None, drop_last=False, shuffle=False, sampler={BATCHES.format(8, 'last')})",
+        ),
+        (
+            "DataLoader(dataset=data, batch_size=8, shuffle=True)",
+            f"DataLoader(dataset=data, batch_size=None, shuffle=False, sampler={BATCHES.format(8, False)})",
+        ),
+        ("DataLoader(make(), batch_size=8, shuffle=True)", None),
+        ("DataLoader(data, batch_size=8, shuffle=args.shuffle)", None),
+        ("DataLoader(data, batch_size=8, shuffle=True, generator=drawn)", None),
+        ("DataLoader(**options)", None),
+    ],
+)
+def test_whole_batches_are_written_where_a_loader_shuffles(call: str, written: str | None) -> None:
+    source = f"import torch\nfrom torch.utils.data import DataLoader\n\nloader = {call}\n"
+    places = [("loader", 4, "")]
+    if written is None:
+        with pytest.raises(NoPatchError, match="whole_batches: the script makes no loader by"):
+            patched(source, {"whole_batches": True}, {"places": places})
+    else:
+        assert added({"whole_batches": True}, source, places) == [f"loader = {written}"]

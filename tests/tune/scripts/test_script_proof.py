@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from frameworm.attach.trial.job import TrialJob
 from frameworm.guard.agreement import judge_agreement
 from frameworm.guard.proof import Evidence
-from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
+from frameworm.numerics.state import read
+from frameworm.tune.scripts.comparing import CANDIDATE, LEADER, evidence_of
 from frameworm.tune.scripts.process import ScriptProcess
 
 STEPS = [2, 3, 4, 5, 6, 8, 10, 12]
@@ -126,4 +128,35 @@ def test_states_go_where_they_are_told(tmp_path: Path) -> None:
     job = TrialJob(str(script), [], role="lead", folder=str(folder), name="x", steps=[2], isolated=False)
     with ScriptProcess(job, tmp_path / "processes", time.monotonic() + DEADLINE_S) as process:
         process.hear("compared")
-    assert sorted(path.name for path in folder.iterdir()) == ["state-2.pt", "x-2.pt"]
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["state-2.pt", "x-2.pt"]
+
+
+UNSEEDED = """
+import random
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+rows = torch.arange(400.0).view(100, 4)
+order = np.random.permutation(100).tolist()
+random.shuffle(order)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for (batch,) in DataLoader(TensorDataset(rows), 4, sampler=order):
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_scripts_that_seed_nothing_take_the_same_samples(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNSEEDED)
+    seen = []
+    for name in ("one", "two"):
+        job = TrialJob(str(tmp_path / "script.py"), [], role="lead", folder=str(tmp_path), name=name, steps=[2, 3])
+        with ScriptProcess(replace(job, isolated=False), tmp_path, time.monotonic() + DEADLINE_S) as process:
+            process.hear("compared")
+        seen.append([read(tmp_path / f"{name}-{step}.pt")["samples"] for step in (2, 3)])
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[0][1]

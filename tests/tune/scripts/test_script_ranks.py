@@ -19,7 +19,7 @@ from frameworm.attach.trial.fingerprint import fingerprint_of
 from frameworm.attach.trial.job import TrialJob
 from frameworm.guard.agreement import Agreement, judge_agreement
 from frameworm.tune.processes.process_tree import free_port
-from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
+from frameworm.tune.scripts.comparing import CANDIDATE, LEADER, evidence_of
 from frameworm.tune.scripts.process import ScriptError, ScriptProcess
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+if wrapped == "FSDP2":
+    fully_shard(inner[0])
 model = DistributedDataParallel(inner) if wrapped == "DDP" else fully_shard(inner)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(rank)
@@ -92,7 +94,7 @@ def agreement_of(folder: Path, wrapped: str, switches: dict[str, Any], wrong: li
 
 CHANGES: dict[str, dict[str, Any]] = {
     "DDP": {"fused_optimizer": True, "gather_once": True, "bucket_views": True},
-    "FSDP2": {"fused_optimizer": True},
+    "FSDP2": {"fused_optimizer": True, "keep_gathered": True},
 }
 
 
@@ -118,6 +120,12 @@ def test_a_trial_of_ranks_stands_and_goes_and_ends_with_the_first_that_fails(tmp
         assert process.go(5).done == stand.done + 5
     with started(tmp_path, ["40", "DDP", "end"]) as process, pytest.raises(ScriptError, match="script itself fails"):
         process.stand()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_parameters_that_are_kept_are_not_gathered_again(tmp_path: Path, kept: bool) -> None:
+    with started(tmp_path, ["40", "FSDP2"], switches={"keep_gathered": True} if kept else {}) as process:
+        assert process.stand().facts["gathers_twice"] is not kept
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

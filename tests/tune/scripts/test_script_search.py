@@ -11,10 +11,10 @@ import pytest
 
 from frameworm.attach.trial.switches import Switches, through_options
 from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
-from frameworm.guard.gain import Window
+from frameworm.guard.gain import Speedup, Window, speedup_of
 from frameworm.guard.proof import Evidence, Learning, StepEvidence
 from frameworm.tune.scripts.knobs import ScriptKnob, forget_options
-from frameworm.tune.scripts.process import ScriptError
+from frameworm.tune.scripts.process import ScriptError, Stand
 from frameworm.tune.scripts.search import ScriptSearch
 
 CPU: dict[str, Any] = {
@@ -33,6 +33,8 @@ CPU: dict[str, Any] = {
     "workers": 0,
     "pinned": False,
     "padded_share": None,
+    "indexable": False,
+    "gathers_twice": False,
     "places": [],
     "framework": None,
     "data_parallel": None,
@@ -134,6 +136,67 @@ def test_nothing_is_accepted_that_changes_nothing(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         assert Given(folder, GPU, {}).run().changes == {}
+
+
+def test_cuda_graphs_need_consent_and_then_come_first(tmp_path: Path) -> None:
+    gains = {"compile": 1.3, "cuda_graphs": 2.0}
+    search = Given(tmp_path, GPU, gains)
+    assert "cuda_graphs" not in search.run().changes
+    reasons = [item.reason for item in search.result.attempts if "cuda_graphs" in item.changes]
+    assert reasons == [
+        "what the model has returned is overwritten when it is called again; if that is all right, add --allow graphs"
+    ]
+    (tmp_path / "allowed").mkdir()
+    search = Given(tmp_path / "allowed", GPU, gains)
+    search._allowed = ["graphs"]
+    changes = search.run().changes
+    assert "cuda_graphs" in search.timed[0]
+    assert "cuda_graphs" in changes
+    assert "compile" not in changes
+
+
+class Process:
+    """A trial whose steps take what is given; of those that run, no two may be there at once."""
+
+    running = 0
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def __enter__(self) -> Process:
+        assert Process.running == 0, "there is room for one"
+        Process.running += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Process.running -= 1
+
+    def stand(self) -> Stand:
+        return Stand(None, 3, 0.0, 0, 1.0, {})
+
+    def go(self, steps: int) -> Stand:
+        return Stand(steps * self._step_s, 3, 0.0, 0, 1.0, {})
+
+
+@pytest.mark.parametrize(("share", "apart"), [(0.2, False), (0.6, True)])
+def test_processes_that_do_not_fit_beside_each_other_run_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, apart: bool
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    search = ScriptSearch(tmp_path / "train.py", [], tmp_path, 1000.0)
+
+    def start(switches: Switches, *_: Any, **__: Any) -> Process:
+        return Process(0.5 if switches.compile else 1.0)
+
+    monkeypatch.setattr(search._trials, "start", start)
+    search.result.facts = {**GPU, "device_memory_share": share}
+    if not apart:
+        with pytest.raises(AssertionError, match="room for one"):
+            search._time_both(Switches(), Switches(compile=True))
+        return
+    windows = search._time_both(Switches(), Switches(compile=True))
+    assert Process.running == 0
+    assert speedup_of(windows) == Speedup(2.0, 2.0, 2.0, 10)
 
 
 TRAINER: dict[str, Any] = {

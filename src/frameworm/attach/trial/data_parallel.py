@@ -1,4 +1,4 @@
-"""Switches for models that DistributedDataParallel trains: how gradients are gathered, and how often.
+"""Switches for models that several processes train: how gradients and parameters are gathered, and how often.
 
 A loop that adds up gradients over several passes needs their average over the processes once, before the update. Loops
 that do not say so gather after every pass.
@@ -7,7 +7,8 @@ that do not say so gather after every pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +82,10 @@ class GatherOnce:
             for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm"):
                 patches.set(owner, name, self._needing)
         patches.set(torch.amp.GradScaler, "unscale_", self._needing)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._settle())
-        register_optimizer_step_post_hook(self._updated)
+        before = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._settle())
+        after = register_optimizer_step_post_hook(self._updated)
+        for hook in (before, after):
+            patches.undo_by(hook.remove)
 
     def _of(self, model: DistributedDataParallel) -> _Accumulation:
         for known in self._followed:
@@ -175,3 +178,32 @@ def facts_of_data_parallel(models: list[nn.Module], passes_per_update: float) ->
         "passes_per_update": passes_per_update,
         "hooked": bool(model._comm_hooks),
     }
+
+
+def gathers_twice(models: Sequence[nn.Module]) -> bool:
+    """Whether a model that `fully_shard` divides drops parameters after its forward pass and gathers them again."""
+    return any(
+        group.post_forward_mesh_info is not None
+        for model in models
+        for part in _sharded_parts(model)
+        for group in _parameter_groups(part)
+    )
+
+
+def keep_gathered(model: nn.Module) -> None:
+    """Keep the parameters that a forward pass has gathered until its backward pass is over."""
+    for part in _sharded_parts(model):
+        part.set_reshard_after_forward(False, recurse=False)
+
+
+def _sharded_parts(model: nn.Module) -> list[Any]:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
+
+
+def _parameter_groups(part: Any) -> list[Any]:
+    """Of a part of a model; torch has allowed several since 2.13."""
+    state = part._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    found = [getattr(state, "_fsdp_param_group", None)] if several is None else several
+    return [group for group in found if hasattr(group, "post_forward_mesh_info")]

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.data._utils.fetch as fetch
 import torch.utils.data.dataloader as dataloader
 from torch import nn
 
 from frameworm.attach.padding import trimmed
 from frameworm.attach.patches import Patches
-from frameworm.attach.trial.data_parallel import intercept_data_parallel
+from frameworm.attach.trial.data_parallel import intercept_data_parallel, keep_gathered
 from frameworm.attach.trial.switches import Switches
+from frameworm.attach.trial.whole_batches import at_once
+from frameworm.data.prefetch import map_tensors
 from frameworm.models.blocks import alike, find_block_classes
 
 _Function = Callable[..., Any]
@@ -40,6 +43,8 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
         patches.set(torch.optim.Optimizer, "__init__", _fused)
     if switches.workers or switches.pin_memory or switches.trim_padding:
         patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_loading, switches))
+    if switches.whole_batches:
+        patches.set(fetch._MapDatasetFetcher, "fetch", at_once)
     intercept_data_parallel(switches, patches)
     return ModelSwitches(switches)
 
@@ -55,12 +60,17 @@ class ModelSwitches:
         switches = self._switches
         if switches.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if switches.keep_gathered:
+            keep_gathered(module)
         if switches.compile_blocks:
             _compile_blocks(module)
-        if not (switches.compile or switches.autocast != "off") or module._compiled_call_impl is not None:
+        compiles = switches.compile or switches.cuda_graphs
+        if not (compiles or switches.autocast != "off") or module._compiled_call_impl is not None:
             return
-        plain = module._call_impl
-        trained = functools.partial(_compiled(type(module).__name__), plain) if switches.compile else plain
+        trained = plain = module._call_impl
+        if compiles:
+            mode = "reduce-overhead" if switches.cuda_graphs else None
+            trained = functools.partial(_compiled(type(module).__name__, mode), plain)
         if switches.autocast != "off":
             trained = functools.partial(_in_half, trained)
         # Where `module.compile()` puts its own; copies and saved models leave it out.
@@ -94,29 +104,17 @@ def _in_half(call: _Function, *inputs: Any, **named: Any) -> Any:
     if torch.is_autocast_enabled(kind):
         return call(*inputs, **named)
     with torch.autocast(kind, torch.bfloat16):
-        return _in_full(call(*inputs, **named))
+        return map_tensors(call(*inputs, **named), _in_full)
 
 
-def _in_full(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.float() if item.dtype in _HALF else item
-    if isinstance(item, Mapping):
-        changed = {key: _in_full(value) for key, value in item.items()}
-        if type(item) is dict:
-            return changed
-        for key, value in changed.items():
-            item[key] = value  # type: ignore[index]
-        return item
-    if isinstance(item, (tuple, list)):
-        items = [_in_full(part) for part in item]
-        return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
-    return item
+def _in_full(item: torch.Tensor) -> torch.Tensor:
+    return item.float() if item.dtype in _HALF else item
 
 
-def _compiled(name: str) -> _Function:
+def _compiled(name: str, mode: str | None = None) -> _Function:
     """Makes a call, compiled; from a frame of ours, because the compiler passes over torch's own files."""
     own = types.FunctionType(_through.__code__.replace(co_name=f"{name}_training"), globals())
-    return torch.compile(own)
+    return torch.compile(own, mode=mode)
 
 
 def _through(call: _Function, *inputs: Any, **named: Any) -> Any:

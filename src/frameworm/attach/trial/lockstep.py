@@ -8,14 +8,17 @@ other kernels draw other masks.
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from frameworm.attach.padding import trimmed
 from frameworm.attach.trial.interception import ModelSwitches
 from frameworm.attach.trial.job import TrialJob
 from frameworm.attach.trial.steps import Listener, StepCounter
@@ -28,6 +31,7 @@ from frameworm.numerics.state import Named, StepTensors, own_shard, read, write
 
 _POLL_S = 0.01
 _WAIT_S = 300.0
+_SEED = 20
 
 
 class ComparedRun(Listener):
@@ -56,6 +60,9 @@ class ComparedRun(Listener):
         self._settings: dict[str, Any] = {}
         self._start: Named | None = None
         self._given: Named = {}
+        # A script that seeds nothing would draw other samples in each run; torch itself begins with the same seed.
+        random.seed(_SEED)
+        np.random.seed(_SEED)
 
     def model_found(self, module: nn.Module) -> None:
         """Set what belongs to it, and leave dropout out."""
@@ -87,20 +94,24 @@ class ComparedRun(Listener):
                 raise TimeoutError(f"no state was left in {path.name}")
             time.sleep(_POLL_S)
         found = read(path)
-        saved: Named = found["tensors"]
+        tensors.restore(found["tensors"])
         if self._job.perturbed:
-            generator = torch.Generator().manual_seed(self._job.perturbed)
-            for name, tensor in saved.items():
-                if name.startswith("parameter ") and tensor.is_floating_point():
-                    noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
-                    saved[name] = tensor * (1 + self._job.unit * noise.to(tensor.dtype))
-        tensors.restore(saved)
+            self._perturb(tensors)
         restore_random_state(found["random"], self._device())
+
+    @torch.no_grad()
+    def _perturb(self, tensors: StepTensors) -> None:
+        """Move each parameter by at most one unit of rounding."""
+        generator = torch.Generator(self._device()).manual_seed(self._job.perturbed)
+        for name, tensor in tensors.live().items():
+            if name.startswith("parameter ") and tensor.is_floating_point():
+                noise = torch.rand(tensor.shape, generator=generator, device=generator.device) * 2 - 1
+                tensor.mul_(1 + self._job.unit * noise.to(tensor))
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
         """Note which samples came."""
         if self._before is not None:
-            self._hashes.append(batch_hash(batch))
+            self._hashes.append(batch_hash(trimmed(batch)))  # padding is no part of a sample
 
     def goes_back(self, loss: torch.Tensor) -> None:
         """Add up what is differentiated."""

@@ -14,7 +14,7 @@ from typing import Any
 from frameworm.attach.script import AfterImport, run_script
 from frameworm.attach.trial.job import TrialJob
 from frameworm.attach.trial.switches import Switches
-from frameworm.launch.environment import become_rank
+from frameworm.launch.environment import become_rank, keep_compiled_in
 
 
 class Link:
@@ -50,6 +50,9 @@ def main() -> None:
         from frameworm.attach.isolation import isolate
 
         isolate([Path(job.folder)])
+    else:
+        _die_with_parent(job.reports[0])
+    keep_compiled_in(Path(job.folder, "compiled"))  # what one trial compiles, the next ones find
     rank = _split(job) if job.ranks else 0
     link = Link(job.commands[rank], job.reports[rank])
     job = replace(job, folder=str(job.folder_of(rank)))
@@ -85,6 +88,7 @@ def _split(job: TrialJob) -> int:
     """Start one process for each rank; returns in each of them. This one waits until the last has ended."""
     for rank, different in enumerate(job.ranks):
         if os.fork() == 0:
+            _die_with_parent(job.reports[rank])
             become_rank(different, job.port)
             _close(job, but=rank)
             return rank
@@ -93,6 +97,14 @@ def _split(job: TrialJob) -> int:
         while True:
             os.wait()
     os._exit(0)
+
+
+def _die_with_parent(pipe: int) -> None:
+    """A tuner that is killed leaves no trials behind."""
+    if sys.platform == "linux":
+        from frameworm.attach.isolation import die_with_parent
+
+        die_with_parent(pipe)
 
 
 def _close(job: TrialJob, but: int | None = None) -> None:

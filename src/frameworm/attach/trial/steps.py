@@ -230,10 +230,11 @@ class StepCounter:
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
             frame = frame.f_back
         own = frame is not None and frame.f_code.co_filename == self._script
-        # A model that a library calls may have a name in the script all the same.
-        while made is not None and frame is not None and frame.f_code.co_filename != self._script:
-            frame = frame.f_back
-        if frame is None or not (own or made is not None):
+        if not own and made is None:
+            return False
+        while frame is not None and frame.f_code.co_filename != self._script:
+            frame = frame.f_back  # a model that a library calls may have a name in the script all the same
+        if frame is None:
             return False
         names = {**frame.f_globals, **frame.f_locals}
         name = next((name for name, value in names.items() if made is not None and value is made), "")

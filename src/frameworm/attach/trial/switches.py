@@ -24,14 +24,17 @@ class Switches:
         fused_optimizer: One kernel for the whole update, for optimizers of torch that have one.
         compile: Compile the model in its training passes.
         compile_blocks: Compile only the blocks that it repeats, once for all that are alike.
+        cuda_graphs: Compile the model, and replay its kernels as CUDA graphs.
         channels_last: Weights of convolutions with their channels last.
         cudnn_benchmark: Let cuDNN time its algorithms.
         workers: Processes for loaders that shuffle and have none.
+        whole_batches: Samples are taken out of the tensors of a data set at once instead of one by one.
         pin_memory: Page-locked batches.
-        trim_padding: Batches of loaders that shuffle are as wide as their longest sample, where a mask tells.
+        trim_padding: Batches of loaders that shuffle are as wide as their longest sample, where it is told.
         bucket_mib: Gradients that DistributedDataParallel gathers at once; 0: as it is.
         bucket_views: Gradients lie where it gathers them, instead of being copied.
         gather_once: Of the passes whose gradients are added up, only the last gathers them.
+        keep_gathered: Parameters that `fully_shard` divides are not gathered again for backward; takes more memory.
     """
 
     tf32: bool = False
@@ -39,14 +42,17 @@ class Switches:
     fused_optimizer: bool = False
     compile: bool = False
     compile_blocks: bool = False
+    cuda_graphs: bool = False
     channels_last: bool = False
     cudnn_benchmark: bool = False
     workers: int = 0
+    whole_batches: bool = False
     pin_memory: bool = False
     trim_padding: bool = False
     bucket_mib: int = 0
     bucket_views: bool = False
     gather_once: bool = False
+    keep_gathered: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Switches:
@@ -69,8 +75,10 @@ class Switches:
         return {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
 
     def having(self, changes: Mapping[str, Any]) -> Switches:
-        """The same with some changed; the whole model is compiled instead of its blocks."""
-        instead = {"compile_blocks": False} if changes.get("compile") else {}
+        """The same with some changed; the whole model is compiled instead of its blocks, and in one way."""
+        instead = {"compile_blocks": False} if changes.get("compile") or changes.get("cuda_graphs") else {}
+        if changes.get("cuda_graphs"):
+            instead["compile"] = False
         return replace(self, **{**changes, **instead})
 
 
@@ -86,12 +94,18 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     "fused_optimizer": ("fused optimizer", "gpu.fused_optimizer", "fused=True in the optimizer's arguments"),
     "compile": ("compiled model", "gpu.compile_model", "model.compile() before the first step"),
     "compile_blocks": ("compiled blocks", None, "block.compile() for each block that the model repeats"),
+    "cuda_graphs": ("CUDA graphs", "gpu.capture", 'model.compile(mode="reduce-overhead") before the first step'),
     "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
     "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
     "workers": (
         "loader processes",
         "data.num_workers",
         "DataLoader(..., num_workers={value}, persistent_workers=True)",
+    ),
+    "whole_batches": (
+        "batches indexed at once",
+        None,
+        "DataLoader(data, sampler=BatchSampler(RandomSampler(data), BATCH, False), batch_size=None)",
     ),
     "pin_memory": ("page-locked batches", "data.pin_memory", "DataLoader(..., pin_memory=True)"),
     "trim_padding": (
@@ -105,6 +119,11 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
         "gradients gathered once per update",
         None,
         "with model.no_sync(): around all but the last forward and backward pass of an update",
+    ),
+    "keep_gathered": (
+        "parameters kept for backward",
+        None,
+        "fully_shard(..., reshard_after_forward=False), which takes more memory",
     ),
 }
 

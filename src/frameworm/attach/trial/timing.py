@@ -15,10 +15,11 @@ from torch import nn
 from frameworm.attach.framework import Loops
 from frameworm.attach.padding import tokens_of
 from frameworm.attach.patches import Patches
-from frameworm.attach.trial.data_parallel import facts_of_data_parallel
+from frameworm.attach.trial.data_parallel import facts_of_data_parallel, gathers_twice
 from frameworm.attach.trial.framework_options import FrameworkOptions
 from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
+from frameworm.attach.trial.whole_batches import can_be_indexed
 from frameworm.attach.watch import leading_size
 from frameworm.errors import EnvironmentSetupError
 from frameworm.models.blocks import find_block_classes
@@ -170,12 +171,14 @@ class Seen:
         workers: Processes of the loaders that read in an order of their own, by loader.
         pinned: Whether these page-lock.
         padded: Of their batches, the share of positions beyond the longest sample.
+        indexable: Whether their batches can be indexed at once.
     """
 
     autocast: bool = False
     workers: list[int] = field(default_factory=list)
     pinned: list[bool] = field(default_factory=list)
     padded: list[float] = field(default_factory=list)
+    indexable: list[bool] = field(default_factory=list)
 
     def look(self) -> None:
         """Inside of a model's call."""
@@ -186,6 +189,7 @@ class Seen:
         if reads_in_own_order(iterator._dataset, iterator._index_sampler):
             self.workers.append(int(iterator._num_workers))
             self.pinned.append(bool(iterator._pin_memory))
+            self.indexable.append(can_be_indexed(iterator._dataset, iterator._collate_fn))
             tokens = tokens_of(batch)
             if tokens is not None:
                 self.padded.append(tokens.beyond_longest / tokens.positions)
@@ -213,6 +217,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
     return {
         "device": device.type,
         "device_name": name_of(device),
+        "device_memory_share": _memory_share(device) if on_gpu else None,
         "capability": torch.cuda.get_device_capability(device)[0] if on_gpu else None,
         "parameters": sum(item.numel() for item in parameters),
         "models": [type(item).__name__ for item in models],
@@ -224,13 +229,20 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
         "blocks": max((len(blocks) for model in models for blocks in find_block_classes(model)), default=0),
         "block_list": _list_of_blocks(models),
+        "gathers_twice": gathers_twice(models),
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,
+        "indexable": any(seen.indexable),
         "padded_share": sum(seen.padded) / len(seen.padded) if seen.padded else None,
         "places": counter.places,
         "own_names": _digest([[name for name, _ in item.named_parameters()] for item in counter.own_models]),
     }
+
+
+def _memory_share(device: torch.device) -> float:
+    """How much of a GPU's memory the process took at most, beside what CUDA itself takes."""
+    return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
 
 
 def _digest(names: list[list[str]]) -> str:

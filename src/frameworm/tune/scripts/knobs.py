@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from frameworm.attach.trial.switches import Switches, options_of, through_options
+from frameworm.hardware.host import usable_cpus
 
 Facts = Mapping[str, Any]
 
@@ -32,12 +32,14 @@ class ScriptKnob:
         gain: Speedup less one to expect; decides the order.
         why_not: Why it means nothing for a script; None: it may help.
         setup_s: What it usually takes to start.
+        consent: What the user must allow it by, and why; None: nothing that a proof would not see.
     """
 
     changes: Callable[[Facts], dict[str, Any]]
     gain: Callable[[Facts], float]
     why_not: Callable[[Facts], str | None]
     setup_s: float = 0.0
+    consent: tuple[str, str] | None = None
 
 
 def _first(*reasons: tuple[object, str]) -> str | None:
@@ -50,8 +52,7 @@ def _on_gpu(facts: Facts) -> bool:
 
 
 def _workers(facts: Facts) -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"workers": max(1, min(_MOST_WORKERS, cores - 1))}
+    return {"workers": max(1, min(_MOST_WORKERS, usable_cpus() - 1))}
 
 
 def _why_no_workers(facts: Facts) -> str | None:
@@ -61,6 +62,19 @@ def _why_no_workers(facts: Facts) -> str | None:
         (facts["workers"], f"it has {facts['workers']} loader processes"),
         (waits < _WAITS, f"it waits for batches for {waits:.1%} of a step"),
     )
+
+
+def _why_not_whole(facts: Facts) -> str | None:
+    waits = facts["data_wait_share"]
+    return _first(
+        (not facts["indexable"], "no DataLoader stacks rows of a TensorDataset"),
+        (waits < _WAITS, f"it waits for batches for {waits:.1%} of a step"),
+    )
+
+
+def _in_waits(facts: Facts) -> float:
+    """What is gained if nothing is waited for any more."""
+    return float(facts["data_wait_share"] / max(0.05, 1 - facts["data_wait_share"]))
 
 
 def _why_not_trimmed(facts: Facts) -> str | None:
@@ -135,9 +149,8 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
         lambda facts: 0.1,
         lambda facts: _first((not facts["can_fuse"], "its optimizer has no fused kernel, or says itself how it steps")),
     ),
-    ScriptKnob(
-        _workers, lambda facts: facts["data_wait_share"] / max(0.05, 1 - facts["data_wait_share"]), _why_no_workers, 1.0
-    ),
+    ScriptKnob(lambda facts: {"whole_batches": True}, _in_waits, _why_not_whole),
+    ScriptKnob(_workers, _in_waits, _why_no_workers, 1.0),
     ScriptKnob(
         lambda facts: {"pin_memory": True},
         lambda facts: 0.02,
@@ -153,17 +166,32 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ScriptKnob(
         lambda facts: {"channels_last": True},
         lambda facts: 0.1,
-        lambda facts: _first((not _of_images(facts), "no convolutions on a GPU")),
+        lambda facts: _first((not facts["convolutions"], "no convolutions over images")),
     ),
     ScriptKnob(
         lambda facts: {"trim_padding": True}, lambda facts: (facts["padded_share"] or 0.0) / 2, _why_not_trimmed
     ),
     ScriptKnob(lambda facts: {"gather_once": True}, lambda facts: 0.3, _why_not_once),
+    ScriptKnob(
+        lambda facts: {"keep_gathered": True},
+        lambda facts: 0.2,
+        lambda facts: _first((not facts["gathers_twice"], "no parameters are gathered again for backward")),
+    ),
     ScriptKnob(lambda facts: {"bucket_views": True}, lambda facts: 0.05, _why_no_views),
     ScriptKnob(_bucket, lambda facts: 0.05, _why_no_bucket),
     ScriptKnob(lambda facts: {"compile_blocks": True}, lambda facts: 0.2, _why_no_blocks, 8.0),
     ScriptKnob(lambda facts: {"compile": True}, lambda facts: 0.25, _why_not_compiled, 20.0),
+    ScriptKnob(
+        lambda facts: {"cuda_graphs": True},
+        lambda facts: 0.5,
+        lambda facts: _first((not _on_gpu(facts), "needs a GPU")) or _why_not_compiled(facts),
+        20.0,
+        ("graphs", "what the model has returned is overwritten when it is called again"),
+    ),
 )
+
+# What `--allow` takes for a script.
+CONSENTS = tuple(knob.consent[0] for knob in SCRIPT_KNOBS if knob.consent is not None)
 
 
 def forget_options(switches: Switches, facts: dict[str, Any], seen: Facts) -> bool:

@@ -26,12 +26,14 @@ _AT_THE_TOP = {
 _OF_THE_MODEL = {
     "channels_last": "{model}.to(memory_format=torch.channels_last)",
     "compile": "{model}.compile()",
+    "cuda_graphs": '{model}.compile(mode="reduce-overhead")',
     "compile_blocks": "for block in {model}.{blocks}:\n{indent}    block.compile()",
 }
 _OWN_AFFAIR = {
     "trim_padding": "how samples are padded is decided in many ways; the line to write by hand says what to do",
     "bucket_mib": "where DistributedDataParallel is made is not followed; write it by hand",
     "bucket_views": "where DistributedDataParallel is made is not followed; write it by hand",
+    "keep_gathered": "where fully_shard is called is not followed; write it by hand",
     "gather_once": "which pass is the last of an update is for the script to say; write it by hand",
 }
 _MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": ()}
@@ -59,14 +61,23 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
         if name in _KEYWORDS and name not in options:
             kind, wanted = _KEYWORDS[name]
             keywords.setdefault(kind, {}).update({key: text.format(value=value) for key, text in wanted.items()})
+    is_batched = False
     # From the last line on: what is written at one must not move the others.
     for line, kind, name in sorted({(int(line), kind, str(name)) for kind, line, name in places}, reverse=True):
         if keywords.get(kind):
             source = _with_keywords(source, line, kind, _MAKES.get(kind, (name,)), keywords[kind])
+        if kind == "loader" and changes.get("whole_batches"):
+            one_by_one, source = source, _in_whole_batches(source, line)
+            is_batched = is_batched or source != one_by_one
     for kind, wanted in keywords.items():
         if wanted and kind not in {place[0] for place in places}:
             raise NoPatchError(_why_no_place(kind, wanted, facts))
-    changes = {name: value for name, value in changes.items() if name not in _KEYWORDS and name not in options}
+    if changes.get("whole_batches") and not is_batched:
+        raise NoPatchError(
+            "whole_batches: the script makes no loader by DataLoader(data, batch_size=..., shuffle=True)"
+        )
+    known = {*_KEYWORDS, *options, "whole_batches"}
+    changes = {name: value for name, value in changes.items() if name not in known}
     tree = ast.parse(source)
     added: dict[int, list[str]] = {}
     for name in changes:
@@ -116,14 +127,12 @@ def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keyw
     if any(item.arg is None for item in call.keywords):
         raise NoPatchError(f"line {line} gives {what} its arguments by **")
     rows = source.splitlines(keepends=True)
-    for item in [item for item in call.keywords if item.arg in keywords]:
+    # From the last on: what is written in place of one must not move the others.
+    for item in sorted((item for item in call.keywords if item.arg in keywords), key=_end, reverse=True):
         value = item.value
         if value.lineno != value.end_lineno:
             raise NoPatchError(f"line {line} sets {item.arg} over several lines")
-        row = rows[value.lineno - 1].encode()
-        rows[value.lineno - 1] = (
-            row[: value.col_offset] + keywords[str(item.arg)].encode() + row[value.end_col_offset :]
-        ).decode()
+        _replace(rows, value, keywords[str(item.arg)])
     known = {item.arg for item in call.keywords}
     new = [f"{key}={value}" for key, value in keywords.items() if key not in known]
     if new:
@@ -131,6 +140,41 @@ def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keyw
         assert call is not None
         rows = _added_to(rows, call, new)
     return "".join(rows)
+
+
+def _replace(rows: list[str], node: ast.expr, text: str) -> None:
+    """Write something else in place of an expression that lies on one line."""
+    row = rows[node.lineno - 1].encode()  # columns count bytes
+    rows[node.lineno - 1] = (row[: node.col_offset] + text.encode() + row[node.end_col_offset :]).decode()
+
+
+def _in_whole_batches(source: str, line: int) -> str:
+    """The source with a sampler of whole batches in the loader at a line, if that one shuffles by itself."""
+    tree = ast.parse(source)
+    call = _call_at(tree, line, _MAKES["loader"])
+    if call is None or any(item.arg is None for item in call.keywords):
+        return source
+    given: dict[str, ast.expr] = dict(zip(("dataset", "batch_size", "shuffle"), call.args))
+    given.update((str(item.arg), item.value) for item in call.keywords)
+    data, size, shuffle = (given.get(name) for name in ("dataset", "batch_size", "shuffle"))
+    if data is None or size is None or not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
+        return source
+    if not _name_of(data) or not _has_name(tree, "torch") or given.keys() & {"sampler", "batch_sampler", "generator"}:
+        return source
+    text = {name: ast.get_source_segment(source, value) for name, value in given.items()}
+    batches = (
+        f"torch.utils.data.BatchSampler(torch.utils.data.RandomSampler({text['dataset']}), {text['batch_size']}, "
+        f"{text.get('drop_last', 'False')})"
+    )
+    keywords = {"batch_size": "None", "shuffle": "False", "drop_last": "False"}
+    rows = source.splitlines(keepends=True)
+    for value in reversed(call.args[1:3]):
+        if value.lineno != value.end_lineno:
+            return source
+        _replace(rows, value, "None" if value is size else "False")
+    there = {str(item.arg) for item in call.keywords}
+    changed = {name: word for name, word in keywords.items() if name in there}
+    return _with_keywords("".join(rows), line, "loader", _MAKES["loader"], {**changed, "sampler": batches})
 
 
 def _added_to(rows: list[str], call: ast.Call, new: Sequence[str]) -> list[str]:

@@ -168,7 +168,8 @@ class ScriptProcess:
             numbers = {self._ends[place].reports: place for place in places}
             ready, _, _ = select.select(list(numbers), [], [], max(0.0, left_s))
             if not ready:
-                where = "" if self._has_stood else f". If it trains in processes that it starts itself, {_BY_TORCHRUN}"
+                begins = self.job.role == "time" and not self._has_stood
+                where = "" if not begins else f". If it trains in processes that it starts itself, {_BY_TORCHRUN}"
                 raise ScriptError(f"it made no further step before its time was over{where}")
             for number in ready:
                 read = os.read(number, 65536)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from frameworm.attach.trial.switches import Switches, by_hand, in_words
+from frameworm.attach.trial.switches import WORDS, Switches, by_hand, in_words
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Proof
 from frameworm.report.tune.page import render_tune
@@ -192,3 +193,19 @@ def write_result(result: ScriptResult, folder: Path) -> None:
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text, encoding="utf-8")
+
+
+def plan_in_words(script: Path, arguments: Sequence[str], folder: Path, budget_s: float, refused: str | None) -> str:
+    """What a search would do, without doing it."""
+    apart = (
+        "Each trial runs in namespaces of its own: what it writes or deletes is gone at its end, and it has no network."
+        if refused is None
+        else f"This machine cannot keep trials apart ({refused}): what they write and send would stay."
+    )
+    names = ", ".join(WORDS[name][0] for name in asdict(Switches()))
+    return (
+        f"would run {shlex.join([str(script), *arguments])} some ten times, each for as many steps as it takes to time "
+        f"and to compare, within {budget_s:.0f} s, and kill it then. {apart}\n"
+        f"would try, where it may help: {names}.\n"
+        f"would write into {folder}: tuned.yaml, tune.json, report.html.\n"
+    )

@@ -8,30 +8,26 @@ must compute the same.
 from __future__ import annotations
 
 import math
-import shlex
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from frameworm.attach.trial.fingerprint import fingerprint_of
-from frameworm.attach.trial.job import Role, TrialJob
-from frameworm.attach.trial.switches import WORDS, Switches, through_options
-from frameworm.guard.agreement import ROUNDING_UNITS, judge_agreement
-from frameworm.guard.gain import Window, speedup_of
+from frameworm.attach.trial.switches import Switches
+from frameworm.guard.agreement import judge_agreement
+from frameworm.guard.gain import Side, Window, speedup_of
 from frameworm.guard.proof import Evidence, Proof, prove
-from frameworm.tune.processes.process_tree import free_port
-from frameworm.tune.scripts.compare import CANDIDATE, LEADER, evidence_of
+from frameworm.tune.scripts.comparing import NOT_REPEATABLE, Comparing
 from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob, forget_options
 from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
 from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess
 from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
+from frameworm.tune.scripts.trials import ScriptTrials
 
 _FEW_STEPS = (2, 3, 4, 5)
-COMPARED_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
 LEAST_STEPS = 12  # fewer cannot be timed and compared
 _PAIRS, _SCREENING = 10, 4
 # A smaller gain is not worth a change; one below the larger is looked for in further pairs of processes.
@@ -39,17 +35,15 @@ LEAST_GAIN, _LARGE_GAIN = 0.02, 0.06
 _FURTHER_PAIRS = 2
 _WINDOW_S = 0.3
 _LEAD_IN = 2
-_NOISE = ("noise-1", "noise-2")
-_EXPECTED = "expected"
 _RESTARTS = 3
+_WAYS_TO_COMPILE = ("cuda_graphs", "compile_blocks", "compile")  # the first that may be; blocks start sooner than all
+_STARTS_COMPILED = 1.5  # the first start compiles, the others find it
+_MOST_AT_ONCE = 7  # two that are timed, and five that are compared
 _USUALLY_MUCH = 0.1
 _WARM_STEPS = 4
 _LOOK_S = 2.0
-# Parameters, gradients and two states of an optimizer; runs that fit into so much are made beside each other.
-_COPIES_BYTES, _ROOM_BYTES = 16, 2 * 2**30
 # What the last trial may take beyond the budget.
 _OVER = 0.1
-_PORT = 29400
 # A patch may be so much slower than the switches, by the upper end of what was measured.
 _AS_FAST = 0.98
 
@@ -66,6 +60,7 @@ class ScriptSearch:
         isolated: Trials write nothing that stays.
         ranks: Of a script of several processes the variables of each, where they differ from this process's.
         knobs: What is tried.
+        allowed: Names of `CONSENTS`, for knobs that only the user can judge.
         tell: Is told what goes on.
     """
 
@@ -80,38 +75,32 @@ class ScriptSearch:
         isolated: bool = True,
         ranks: Sequence[dict[str, str | None]] = (),
         knobs: Sequence[ScriptKnob] = SCRIPT_KNOBS,
+        allowed: Sequence[str] = (),
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._script, self._arguments, self._module = script, list(arguments), module
-        self._place = folder / "trials"
-        shutil.rmtree(self._place, ignore_errors=True)
-        self._ranks, self._all_knobs = list(ranks), knobs
-        self._folders = [self._place / f"rank{rank}" for rank in range(len(ranks))] or [self._place]
-        for path in self._folders:
-            path.mkdir(parents=True)
-        self._ends = time.monotonic() + budget_s
-        self._budget_s = budget_s
-        self._tell = tell
+        self._script, self._all_knobs, self._allowed = script, knobs, allowed
+        self._tell_plainly, self._began = tell, time.monotonic()
+        self._budget_s, self._ends = budget_s, self._began + budget_s
         self._trial_s = 0.0  # what a start takes
         self._step_s = 0.1
-        self._total: int | None = None  # steps of the script, once it has come to its end
-        self._led = False
-        self._expects = False
-        self._setup_s: float | None = None
+        self._setup_s = 0.0
         shown = ["-m", module] if module else [str(script)]
-        self.result = ScriptResult(
-            [*shown, *arguments], fingerprint_of(script, arguments, max(1, len(ranks))), isolated
-        )
+        fingerprint = fingerprint_of(script, arguments, max(1, len(ranks)))
+        self.result = ScriptResult([*shown, *arguments], fingerprint, isolated)
+        hung = self._ends + _OVER * budget_s
+        place = folder / "trials"
+        self._trials = ScriptTrials(script, arguments, place, hung, self.result, module=module, ranks=ranks)
+        self._comparing = Comparing(self._trials)
 
     def run(self) -> ScriptResult:
         """Search until nothing is left to try, or the time is over."""
-        result, began = self.result, time.monotonic()
+        result = self.result
         try:
             self._tell("running the script as it is")
             knobs = self._look()
         except ScriptError as error:
             result.problem, result.stopped = str(error), "the script cannot be tuned"
-            result.spent_s = time.monotonic() - began
+            result.spent_s = time.monotonic() - self._began
             return result
         result.stopped = "everything was tried"
         leap = _leap(knobs, result.facts)
@@ -121,6 +110,11 @@ class ScriptSearch:
                 parts = leap.changes(result.facts)
                 knobs = [knob for knob in knobs if not knob.changes(result.facts).keys() <= parts.keys()]
         for knob in knobs:
+            if any(item.reason == NOT_REPEATABLE for item in result.attempts):
+                result.stopped = NOT_REPEATABLE
+                break
+            if result.switches.cuda_graphs and knob.changes(result.facts).keys() & set(_WAYS_TO_COMPILE):
+                continue  # it is compiled already
             if not self._has_time(knob):
                 result.stopped = f"the rest of the budget of {self._budget_s:.0f} s is too short for more"
                 result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
@@ -130,8 +124,8 @@ class ScriptSearch:
             self._prove_whole(result.accepted[-1].proof)
         if result.changes:
             self._write_patch()
-        shutil.rmtree(self._place, ignore_errors=True)
-        result.spent_s = time.monotonic() - began
+        self._trials.remove()
+        result.spent_s = time.monotonic() - self._began
         return result
 
     def check(self, switches: Switches, facts: Mapping[str, Any]) -> str | None:
@@ -143,17 +137,20 @@ class ScriptSearch:
         """
         self.result.facts = dict(facts)
         try:
-            agreement = self._compare(switches, _FEW_STEPS).agreement
+            agreement = self._compare(switches, wanted=_FEW_STEPS).agreement
         except ScriptError as error:
             return str(error)
         judged = None if agreement is None else judge_agreement(agreement)
         return judged.detail if judged is not None and judged.passed is False else None
 
+    def _tell(self, text: str) -> None:
+        self._tell_plainly(f"[{time.monotonic() - self._began:.0f} of {self._budget_s:.0f} s] {text}")
+
     # What the script is
 
     def _look(self) -> list[ScriptKnob]:
         began = time.monotonic()
-        with self._start(Switches(), "first") as process:
+        with self._trials.start(Switches(), "first") as process:
             stand = self._stands(process)
             self._trial_s = time.monotonic() - began
             facts = stand.facts
@@ -167,7 +164,7 @@ class ScriptSearch:
             try:  # a script that is over soon should be known as such
                 process.go(math.ceil(_LOOK_S / self._step_s))
             except ScriptEndedError as ended:
-                self._total = ended.steps
+                self._trials.total = ended.steps
         self.result.facts = {**facts, "data_wait_share": share}
         self.result.fingerprint["device"] = facts["device_name"]
         self.result.setup_s = stand.age_s
@@ -185,6 +182,8 @@ class ScriptSearch:
         facts, found = self.result.facts, []
         for knob in self._all_knobs:
             why_not = knob.why_not(facts)
+            if why_not is None and knob.consent is not None and knob.consent[0] not in self._allowed:
+                why_not = f"{knob.consent[1]}; if that is all right, add --allow {knob.consent[0]}"
             if why_not is None:
                 found.append(knob)
             else:
@@ -200,8 +199,11 @@ class ScriptSearch:
         attempt = ScriptAttempt(changes, "inconclusive", "")
         result.attempts.append(attempt)
         self._tell(f"trying {attempt.label}")
+        self._setup_s = 0.0
         try:
-            windows = self._time_well(result.switches, candidate)
+            likely = len(changes) > 1
+            with self._comparing.beside(2, candidate, likely=likely) as finish:
+                windows = self._time_well(result.switches, candidate, finish)
             gain = prove(windows, None, minimum_gain=LEAST_GAIN)
             if gain.checks[0].passed is not True:  # whatever it computes
                 attempt.proof, attempt.reason = gain, gain.checks[0].detail
@@ -236,7 +238,9 @@ class ScriptSearch:
             if time.monotonic() + self._patch_s() > self._ends:
                 raise NoPatchError("there was no time left to try one")
             self._tell("trying the changes as a patch")
-            windows = self._time_both(result.switches, Switches(), screening=False, source=written)
+            as_before = Switches(autocast=result.switches.autocast)
+            with self._comparing.beside(2, as_before, written, likely=True) as finish:
+                windows = self._time_both(result.switches, Switches(), screening=False, source=written, starting=finish)
             slower = speedup_of(windows)
             if slower is None or slower.high < _AS_FAST:
                 told = (
@@ -245,7 +249,7 @@ class ScriptSearch:
                     else f"{slower.value:.2f} x ({slower.low:.2f}..{slower.high:.2f})"
                 )
                 raise NoPatchError(f"written into the script they are not as fast: {told}")
-            agreement = self._compare(Switches(autocast=result.switches.autocast), source=written).agreement
+            agreement = self._compare(as_before, source=written).agreement
             judged = None if agreement is None else judge_agreement(agreement)
             if judged is None or judged.passed is not True:
                 raise NoPatchError(f"written into the script they do not compute the same: {judged and judged.detail}")
@@ -254,12 +258,12 @@ class ScriptSearch:
             return
         result.patch = as_diff(source, written, _relative(self._script))
 
-    def _time_well(self, before: Switches, after: Switches) -> list[Window]:
+    def _time_well(self, before: Switches, after: Switches, starting: Callable[[], None]) -> list[Window]:
         """Windows of one pair of processes, and of further pairs where one shows a small gain.
 
         Two processes that do the same may differ by a percent or two for as long as they live.
         """
-        windows = self._time_both(before, after)
+        windows = self._time_both(before, after, starting=starting)
         for _ in range(_FURTHER_PAIRS):
             gain = prove(windows, None, minimum_gain=LEAST_GAIN)
             if gain.checks[0].passed is not True or (gain.speedup is not None and gain.speedup.low > 1 + _LARGE_GAIN):
@@ -281,6 +285,7 @@ class ScriptSearch:
         screening: bool = True,
         source: str | None = None,
         pairs: int = _PAIRS,
+        starting: Callable[[], None] = lambda: None,
     ) -> list[Window]:
         """Windows of both in turns; few where they show already that nothing is gained.
 
@@ -290,22 +295,26 @@ class ScriptSearch:
             screening: End early where nothing is gained.
             source: What the other side runs in place of the script.
             pairs: Of windows.
+            starting: Waits for what else is starting, before anything is timed.
         """
+        if not self._trials.fit_together(2):
+            return self._time_apart(before, after, source, pairs)
         windows: list[Window] = []
         restarts = 0
         while len(windows) < 2 * pairs and restarts < _RESTARTS:
             restarts += 1
             with ExitStack() as both:
                 sides = [
-                    ("before", both.enter_context(self._start(before, "before"))),
-                    ("after", both.enter_context(self._start(after, "after", source=source))),
+                    ("before", both.enter_context(self._trials.start(before, "before"))),
+                    ("after", both.enter_context(self._trials.start(after, "after", source=source))),
                 ]
                 try:
                     stands = [process.stand() for _, process in sides]
-                    self._setup_s = stands[1].age_s
+                    self._setup_s = max(self._setup_s, stands[1].age_s)  # later starts find what was compiled
                     if source is None and forget_options(after, self.result.facts, stands[1].facts):
                         restarts -= 1
                         continue
+                    starting()
                     lead_in = _LEAD_IN + 2 * max(before.workers, after.workers)
                     steps = self._window_steps(lead_in)
                     for _, process in sides:
@@ -323,102 +332,50 @@ class ScriptSearch:
                         if time.monotonic() > self._ends and len(windows) >= 2 * _SCREENING:
                             return windows
                 except ScriptEndedError as ended:
-                    self._total = ended.steps
+                    self._trials.total = ended.steps
+        return windows
+
+    def _time_apart(self, before: Switches, after: Switches, source: str | None, pairs: int) -> list[Window]:
+        """Windows of both, one process after the other, where the machine has no room for two."""
+        windows: list[Window] = []
+        lead_in = _LEAD_IN + 2 * max(before.workers, after.workers)
+        for turn in range(2):
+            taken: dict[Side, list[Window]] = {"before": [], "after": []}
+            for side in reversed(taken) if turn else taken:
+                is_after = side == "after"
+                started = self._trials.start(after if is_after else before, side, source=source if is_after else None)
+                with started as process, suppress(ScriptEndedError):
+                    stand = process.stand()
+                    self._setup_s = max(self._setup_s, stand.age_s if is_after else 0.0)
+                    if is_after and source is None and forget_options(after, self.result.facts, stand.facts):
+                        return self._time_apart(before, after, source, pairs)
+                    steps = self._window_steps(lead_in)
+                    process.go(_WARM_STEPS)
+                    while len(taken[side]) < max(2, pairs // 2):
+                        process.go(lead_in)
+                        taken[side].append(Window(side, (process.go(steps).seconds or 0.0) / steps))
+            windows += [window for pair in zip(*taken.values()) for window in pair]
         return windows
 
     def _window_steps(self, lead_in: int) -> int:
         wanted = max(4, math.ceil(_WINDOW_S / self._step_s))
-        if self._total is None:
+        if self._trials.total is None:
             return wanted
         # A script that is over soon is started again; a start should give half of the pairs.
-        return max(2, min(wanted, 2 * (self._total - LEAST_STEPS) // _PAIRS - lead_in))
+        return max(2, min(wanted, 2 * (self._trials.total - LEAST_STEPS) // _PAIRS - lead_in))
 
-    # The proof
-
-    def _compare(
-        self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS, source: str | None = None
-    ) -> Evidence:
-        """What the candidate, or another source, computes from states of the script as it is."""
-        steps = [step for step in wanted if self._total is None or step < self._total]
-        runs: list[tuple[str, Switches, int]] = []
-        if not self._led:
-            runs += [(LEADER, Switches(), 0), *((name, Switches(), place) for place, name in enumerate(_NOISE, 1))]
-        expected = LEADER
-        if candidate.autocast != "off":
-            expected = _EXPECTED
-            if not self._expects:
-                runs.append((_EXPECTED, Switches(autocast=candidate.autocast), 0))
-        runs.append((CANDIDATE, candidate, 0))
-        small = _COPIES_BYTES * self.result.facts["parameters"] * len(runs) * len(self._folders) < _ROOM_BYTES
-        for together in [runs] if small else [[run] for run in runs]:
-            self._note(together, steps, source)
-        self._led, self._expects = True, self._expects or expected == _EXPECTED
-        unit = ROUNDING_UNITS["bf16"] if candidate.autocast != "off" else self._unit(candidate)
-        return evidence_of(self._folders, steps, _NOISE, CANDIDATE, unit, expected)
-
-    def _unit(self, switches: Switches) -> float:
-        facts = self.result.facts
-        if facts["half"]:
-            return ROUNDING_UNITS["bf16"]
-        return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
-
-    def _note(self, runs: Sequence[tuple[str, Switches, int]], steps: list[int], source: str | None) -> None:
-        """Let runs note what their steps give, beside each other: who follows waits for the states."""
-        with ExitStack() as all_of_them:
-            processes = []
-            for name, switches, perturbed in runs:
-                for folder in self._folders:
-                    for path in folder.glob(f"{name}-*.pt"):
-                        path.unlink()
-                role: Role = "lead" if name == LEADER else "follow"
-                text = source if name == CANDIDATE else None
-                started = self._start(switches, name, role, steps, perturbed, text)
-                processes.append(all_of_them.enter_context(started))
-            for process in processes:
-                try:
-                    process.hear("compared")
-                except ScriptEndedError as ended:
-                    self._total = ended.steps  # what it has noted until then counts
-
-    def _start(
-        self,
-        switches: Switches,
-        name: str,
-        role: Role = "time",
-        steps: list[int] | None = None,
-        perturbed: int = 0,
-        source: str | None = None,
-    ) -> ScriptProcess:
-        self.result.trials += 1
-        in_torch, options = through_options(switches, self.result.facts)
-        job = TrialJob(
-            str(self._script.absolute()),
-            self._arguments,
-            module=self._module,
-            source=source,
-            switches=in_torch.to_dict(),
-            options=options,
-            role=role,
-            folder=str(self._place.absolute()),
-            name=name,
-            steps=steps or [],
-            perturbed=perturbed,
-            unit=self._unit(Switches()) if self.result.facts else ROUNDING_UNITS["fp32"],
-            isolated=self.result.isolated,
-            ranks=self._ranks,
-            # Where trials have a network of their own, every port of it is free.
-            port=(_PORT if self.result.isolated else free_port()) if self._ranks else 0,
-        )
-        return ScriptProcess(job, self._place / "processes", self._ends + _OVER * self._budget_s)
+    def _compare(self, candidate: Switches, **how: Any) -> Evidence:
+        return self._comparing.compare(candidate, **how)
 
     def _patch_s(self) -> float:
         """What it takes to try a patch."""
-        return 3 * self._trial_s + 2 * _PAIRS * _WINDOW_S
+        starts = 2 if self._trials.can_overlap(_MOST_AT_ONCE) else 3
+        return starts * self._trial_s + 2 * _PAIRS * _WINDOW_S
 
     def _has_time(self, knob: ScriptKnob) -> bool:
         """Whether a trial and its proof end in time, as far as is known."""
-        starts = 2 if self._led else 5
-        needs_s = starts * self._trial_s + 3 * knob.setup_s + 2 * _PAIRS * _WINDOW_S
+        starts = 2 if self._comparing.has_led or self._trials.can_overlap(_MOST_AT_ONCE) else 5
+        needs_s = starts * self._trial_s + _STARTS_COMPILED * knob.setup_s + 2 * _PAIRS * _WINDOW_S
         if self.result.accepted:  # what was found is to become a patch
             needs_s += self._patch_s()
         return time.monotonic() + needs_s < self._ends
@@ -427,8 +384,8 @@ class ScriptSearch:
 def _leap(knobs: Sequence[ScriptKnob], facts: Mapping[str, Any]) -> ScriptKnob | None:
     """On a GPU all that usually brings much as one change: one trial and one proof instead of one each."""
     usual = [knob for knob in knobs if knob.gain(facts) >= _USUALLY_MUCH]
-    if any("compile_blocks" in knob.changes(facts) for knob in usual):  # the same, and started sooner
-        usual = [knob for knob in usual if "compile" not in knob.changes(facts)]
+    ways = [name for name in _WAYS_TO_COMPILE if any(name in knob.changes(facts) for knob in usual)]
+    usual = [knob for knob in usual if not knob.changes(facts).keys() & set(ways[1:])]
     if facts["device"] != "cuda" or len(usual) < 2:
         return None
     changes = {key: value for knob in usual for key, value in knob.changes(facts).items()}
@@ -436,8 +393,6 @@ def _leap(knobs: Sequence[ScriptKnob], facts: Mapping[str, Any]) -> ScriptKnob |
 
 
 def _too_short(steps: int) -> ScriptError:
-    if not steps:
-        return ScriptError("no optimizer of torch has stepped: there is no training to tune in this process")
     return ScriptError(f"the script ended after {steps} steps; give it arguments that train for {LEAST_STEPS} or more")
 
 
@@ -452,19 +407,3 @@ def _relative(script: Path) -> str:
 def _is_hopeless(windows: Sequence[Window]) -> bool:
     gain = speedup_of(windows)
     return gain is not None and gain.high < 1 + LEAST_GAIN
-
-
-def plan_in_words(script: Path, arguments: Sequence[str], folder: Path, budget_s: float, refused: str | None) -> str:
-    """What a search would do, without doing it."""
-    apart = (
-        "Each trial runs in namespaces of its own: what it writes or deletes is gone at its end, and it has no network."
-        if refused is None
-        else f"This machine cannot keep trials apart ({refused}): what they write and send would stay."
-    )
-    names = ", ".join(WORDS[name][0] for name in asdict(Switches()))
-    return (
-        f"would run {shlex.join([str(script), *arguments])} some ten times, each for as many steps as it takes to time "
-        f"and to compare, within {budget_s:.0f} s, and kill it then. {apart}\n"
-        f"would try, where it may help: {names}.\n"
-        f"would write into {folder}: tuned.yaml, tune.json, report.html.\n"
-    )

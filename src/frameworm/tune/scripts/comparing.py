@@ -1,0 +1,181 @@
+"""Lets runs of a script go on from the same states, and makes of what they give one agreement that can be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from frameworm.attach.trial.job import Role
+from frameworm.attach.trial.switches import Switches
+from frameworm.guard.agreement import Agreement, StateErrors
+from frameworm.guard.proof import Evidence, Learning, StepEvidence
+from frameworm.numerics.comparison import errors_of, noise_of
+from frameworm.numerics.state import read
+from frameworm.tune.scripts.process import ScriptEndedError, ScriptError
+from frameworm.tune.scripts.trials import ScriptTrials
+
+LEADER, CANDIDATE = "leader", "candidate"
+COMPARED_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
+NOT_REPEATABLE = "the script takes other samples each time it runs; seed every generator that it draws from"
+_NOISE = ("noise-1", "noise-2")
+_EXPECTED = "expected"
+
+
+class _Run(NamedTuple):
+    name: str
+    switches: Switches
+    perturbed: int = 0
+    source: str | None = None
+    options: str = ""
+
+
+class Comparing:
+    """Compares candidates; what the script itself computes is noted once for all of them.
+
+    Args:
+        trials: Starts the runs.
+    """
+
+    def __init__(self, trials: ScriptTrials) -> None:
+        self._trials = trials
+        self._noted: dict[str, _Run] = {}
+
+    @property
+    def has_led(self) -> bool:
+        """Whether it is noted what the script itself computes."""
+        return LEADER in self._noted
+
+    def compare(
+        self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS, source: str | None = None
+    ) -> Evidence:
+        """What the candidate, or another source, computes from states of the script as it is."""
+        missing = self._missing(candidate, source)
+        for together in [missing] if self._trials.fit_together(len(missing)) else [[run] for run in missing]:
+            with self._begun(together, wanted) as finish:
+                finish()
+        expected = LEADER if candidate.autocast == "off" else _EXPECTED
+        steps = self._steps(wanted)
+        return evidence_of(self._trials.folders, steps, _NOISE, CANDIDATE, self._trials.unit(candidate), expected)
+
+    @contextmanager
+    def beside(
+        self, others: int, candidate: Switches, source: str | None = None, *, likely: bool
+    ) -> Iterator[Callable[[], None]]:
+        """Start what a comparison will need while other processes start, if the machine has room for all.
+
+        Args:
+            others: How many other processes there are.
+            candidate: What will be compared.
+            source: What it runs in place of the script.
+            likely: It will be; otherwise only what other candidates need as well is started.
+
+        Yields:
+            What waits until all of it is noted.
+        """
+        runs = [run for run in self._missing(candidate, source) if likely or run.name != CANDIDATE]
+        if runs and self._trials.can_overlap(others + len(runs)):
+            with self._begun(runs, COMPARED_STEPS) as finish:
+                yield finish
+        else:
+            yield lambda: None
+
+    def _missing(self, candidate: Switches, source: str | None) -> list[_Run]:
+        """The runs that a comparison needs and that are not there yet."""
+        runs = [_Run(LEADER, Switches()), *(_Run(name, Switches(), place) for place, name in enumerate(_NOISE, 1))]
+        if candidate.autocast != "off":
+            half = Switches(autocast=candidate.autocast)
+            runs.append(_Run(_EXPECTED, half, options=self._trials.options_of(half)))
+        runs.append(_Run(CANDIDATE, candidate, source=source, options=self._trials.options_of(candidate)))
+        return [run for run in runs if self._noted.get(run.name) != run]
+
+    def _steps(self, wanted: Sequence[int]) -> list[int]:
+        total = self._trials.total
+        return [step for step in wanted if total is None or step < total]
+
+    @contextmanager
+    def _begun(self, runs: Sequence[_Run], wanted: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """Runs that note what their steps give, beside each other: who follows waits for the states."""
+        steps = self._steps(wanted)
+        with ExitStack() as all_of_them:
+            processes = []
+            for run in runs:
+                self._noted.pop(run.name, None)
+                for folder in self._trials.folders:
+                    for path in folder.glob(f"{run.name}-*.pt"):
+                        path.unlink()
+                role: Role = "lead" if run.name == LEADER else "follow"
+                started = self._trials.start(run.switches, run.name, role, steps, run.perturbed, run.source)
+                processes.append((run, all_of_them.enter_context(started)))
+
+            def finish() -> None:
+                for run, process in processes:
+                    try:
+                        process.hear("compared")
+                    except ScriptEndedError as ended:
+                        self._trials.total = ended.steps  # what it has noted until then counts
+                    self._noted[run.name] = run
+                processes.clear()
+                all_of_them.close()
+
+            yield finish
+
+
+def evidence_of(
+    folders: Sequence[Path], steps: Sequence[int], moved: Sequence[str], name: str, unit: float, expected: str = LEADER
+) -> Evidence:
+    """Hold a run against the one that led.
+
+    Args:
+        folders: Where the runs wrote, one for each of their processes.
+        steps: Compared steps.
+        moved: Names of the runs that show the noise: perturbed, or just repeated.
+        name: Of the run in question.
+        unit: Unit of rounding of the coarser precision.
+        expected: Name of a run in the precision of the one in question, with nothing else changed.
+
+    Raises:
+        ScriptError: Two runs of the script as it is did not take the same samples.
+    """
+    states: list[StateErrors] = []
+    differences: list[str] = []
+    updates: dict[str, float] = {}
+    before: list[StepEvidence] = []
+    after: list[StepEvidence] = []
+    for folder, step in product(folders, steps):
+        leader, other, plain = (_noted(folder, who, step) for who in (LEADER, name, expected))
+        noise_runs = [_noted(folder, who, step) for who in moved]
+        if leader is None or other is None or plain is None or None in noise_runs:
+            continue
+        if any(item is not None and item["samples"] != leader["samples"] for item in noise_runs):
+            raise ScriptError(NOT_REPEATABLE)
+        own = leader["outputs"]
+        noise = noise_of(own, [item["outputs"] for item in noise_runs if item is not None])
+        states.append(
+            StateErrors(step, errors_of(own, own, plain["outputs"], other["outputs"], noise, leader["counts"]))
+        )
+        differences += _differences(step, leader, other)
+        for key, times in other["updates"].items():
+            updates[key] = max(times, updates.get(key, 0.0))
+        before.append(StepEvidence(leader["loss"] or 0.0, leader["samples"]))
+        after.append(StepEvidence(other["loss"] or 0.0, other["samples"]))
+    agreement = Agreement(states, differences, updates, "baseline", unit, changes_precision=expected != LEADER)
+    return Evidence(Learning(before), Learning(after), agreement)
+
+
+def _noted(folder: Path, name: str, step: int) -> dict[str, Any] | None:
+    path = folder / f"{name}-{step}.pt"
+    return read(path) if path.exists() else None
+
+
+def _differences(step: int, leader: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    found = []
+    missing = sorted(set(leader["outputs"]) - set(other["outputs"]))
+    if missing:
+        found.append(f"step {step} gave no {missing[0]}")
+    if leader["settings"] != other["settings"]:
+        names = [name for name, value in leader["settings"].items() if other["settings"].get(name) != value]
+        found.append(f"the optimizer's settings of {names[0] if names else 'a parameter'} differ in step {step}")
+    return found

@@ -1,0 +1,120 @@
+"""Starts processes of one script, and knows how many of them fit beside each other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from frameworm.attach.trial.job import Role, TrialJob
+from frameworm.attach.trial.switches import Switches, through_options
+from frameworm.guard.agreement import ROUNDING_UNITS
+from frameworm.hardware.host import usable_cpus
+from frameworm.tune.processes.process_tree import free_port
+from frameworm.tune.scripts.process import ScriptProcess
+from frameworm.tune.scripts.result import ScriptResult
+
+# Processes run beside each other where these shares of the memory hold them. One takes parameters, gradients and two
+# states of an optimizer, and as much again for the copies.
+_COPIES_BYTES, _HOST_SHARE, _DEVICE_SHARE = 32, 0.5, 0.8
+_CONTEXT_SHARE = 0.01
+_PORT = 29400
+
+
+class ScriptTrials:
+    """The processes of a search.
+
+    Args:
+        script: The Python file.
+        arguments: What follows it.
+        place: Folder for what they write; what lies there is gone.
+        ends: Time of `time.monotonic` at which one counts as hung.
+        result: Knows the facts about the script, and counts.
+        module: Its name where it runs as with `python -m`.
+        ranks: See `TrialJob`.
+
+    Attributes:
+        folders: Where processes write, one for each rank.
+        total: Steps of the script, once it has come to its end.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        place: Path,
+        ends: float,
+        result: ScriptResult,
+        *,
+        module: str | None = None,
+        ranks: Sequence[dict[str, str | None]] = (),
+    ) -> None:
+        self._script, self._arguments, self._module = script, list(arguments), module
+        self._place, self._ends, self._ranks = place, ends, list(ranks)
+        self._result = result
+        self.total: int | None = None
+        self.folders = [place / f"rank{rank}" for rank in range(len(ranks))] or [place]
+        self.remove()
+        for path in self.folders:
+            path.mkdir(parents=True)
+
+    def start(
+        self,
+        switches: Switches,
+        name: str,
+        role: Role = "time",
+        steps: Sequence[int] = (),
+        perturbed: int = 0,
+        source: str | None = None,
+    ) -> ScriptProcess:
+        """One process; see `TrialJob`."""
+        facts = self._result.facts
+        self._result.trials += 1
+        in_torch, options = through_options(switches, facts)
+        job = TrialJob(
+            str(self._script.absolute()),
+            self._arguments,
+            module=self._module,
+            source=source,
+            switches=in_torch.to_dict(),
+            options=options,
+            role=role,
+            folder=str(self._place.absolute()),
+            name=name,
+            steps=list(steps),
+            perturbed=perturbed,
+            unit=self.unit(Switches()) if facts else ROUNDING_UNITS["fp32"],
+            isolated=self._result.isolated,
+            ranks=self._ranks,
+            # Where trials have a network of their own, every port of it is free.
+            port=(_PORT if self._result.isolated else free_port()) if self._ranks else 0,
+        )
+        return ScriptProcess(job, self._place / "processes", self._ends)
+
+    def unit(self, switches: Switches) -> float:
+        """Unit of rounding of what the script computes with."""
+        facts = self._result.facts
+        if facts["half"] or switches.autocast != "off":
+            return ROUNDING_UNITS["bf16"]
+        return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
+
+    def options_of(self, switches: Switches) -> str:
+        """What of the switches is set through the script's framework, as text to compare."""
+        return repr(through_options(switches, self._result.facts))
+
+    def fit_together(self, count: int) -> bool:
+        """Whether memory holds so many processes of the script beside each other."""
+        facts = self._result.facts
+        host_bytes = _COPIES_BYTES * facts["parameters"] * count * len(self.folders)
+        device_share = count * ((facts.get("device_memory_share") or 0.0) + _CONTEXT_SHARE)
+        return host_bytes < _HOST_SHARE * psutil.virtual_memory().available and device_share < _DEVICE_SHARE
+
+    def can_overlap(self, count: int) -> bool:
+        """Whether so many processes start as quickly beside each other as one alone."""
+        return count * len(self.folders) <= usable_cpus() and self.fit_together(count)
+
+    def remove(self) -> None:
+        """Delete what the processes wrote."""
+        shutil.rmtree(self._place, ignore_errors=True)
