@@ -53,6 +53,7 @@ def tune(script: Script, arguments: list[str], folder: Path, budget_s: float) ->
         check=False,
     )
     wall_s = time.perf_counter() - began
+    (folder.parent / "tune.log").write_text(done.stdout + done.stderr, encoding="utf-8")
     if not (folder / "tune.json").exists():
         return {"error": done.stderr.strip().splitlines()[-1:], "wall_s": wall_s}
     told = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", type=names_among(TUNABLE), default=list(TUNABLE))
     parser.add_argument("--budget", type=float, default=170.0, help="seconds of each search")
+    parser.add_argument("--keep", type=Path, help="folder for what the searches leave behind")
     parser.add_argument("--table", action="store_true", help="print what was measured so far")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
@@ -152,10 +154,12 @@ def main() -> None:
             continue
         given = list(script.gpu if device.type == "cuda" else ())
         with tempfile.TemporaryDirectory(prefix="frameworm-scripts-") as place:
-            search = tune(script, given, Path(place) / "tune", arguments.budget)
+            kept = (arguments.keep or Path(place)).absolute() / name
+            kept.mkdir(parents=True, exist_ok=True)
+            search = tune(script, given, kept / "tune", arguments.budget)
             timed = {"error": "not tuned"}
             if "error" not in search:
-                timed = measure(script, given, search["switches"], Path(place))
+                timed = measure(script, given, search["switches"], kept)
         found: dict[str, Any] = {"search": search, "timed": timed, "over_original": None, "of_expert": None}
         if "error" not in timed:
             found["over_original"] = ratio(timed["step_s"], "tuned", "original")
