@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from frameworm.models import grouped_attention
 from frameworm.models.attention import known_to_compiler, packed_attention, sequence_of_tokens
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -26,7 +28,8 @@ def one_by_one(heads: list[torch.Tensor], offsets: torch.Tensor, causal: bool) -
     return torch.cat(parts)
 
 
-MANY = tuple(1 + 7 * number % 5 for number in range(50))  # several groups of like length
+MANY = tuple(1 + 7 * number % 5 for number in range(50))
+ALL = (*range(60), *range(60))  # more lengths than are looked at as ends of a group
 
 
 def heads_of(tokens: int, **options: object) -> list[torch.Tensor]:
@@ -35,11 +38,15 @@ def heads_of(tokens: int, **options: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(1,), (5, 1, 3), (0, 5, 0, 0, 4), (2, 0), (5, 5, 5), MANY, (3,) * 40])
-def test_each_sequence_as_if_alone(lengths: tuple[int, ...], causal: bool) -> None:
+@pytest.mark.parametrize("call", [0, 2**18])  # what a group costs: several groups, or one
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 3), (0, 5, 0, 0, 4), (2, 0), (5, 5, 5), MANY, (3,) * 40, ALL])
+def test_each_sequence_as_if_alone(
+    lengths: tuple[int, ...], causal: bool, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frameworm.models.grouped_attention._CALL", call)
     offsets = borders(*lengths)
     heads = heads_of(sum(lengths))
-    packed = packed_attention(*heads, offsets, 5, causal)
+    packed = packed_attention(*heads, offsets, max(lengths), causal)
     expected = one_by_one(heads, offsets, causal)
     assert torch.allclose(packed, expected, atol=1e-6)
     weights = torch.randn_like(packed)
@@ -49,6 +56,25 @@ def test_each_sequence_as_if_alone(lengths: tuple[int, ...], causal: bool) -> No
         strict=True,
     ):
         assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shapes"),
+    [
+        ((), []),
+        ((7,) * 5, [(5, 7)]),
+        ((3, 30, 3, 30), [(2, 3), (2, 30)]),
+        ((30, 3, 12, 0, 3, 30, 12), [(2, 3), (2, 12), (2, 30)]),
+        ((30, 31, 12, 13, 1, 2), [(2, 2), (2, 13), (2, 31)]),
+    ],
+)
+def test_groups_end_where_that_saves_most(
+    lengths: tuple[int, ...], shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_attention, "_CALL", 1)
+    groups = grouped_attention._make_groups(np.array([0, *np.cumsum(lengths, dtype=np.int64)]), 8)
+    assert groups.shapes == shapes
+    assert [mask is None for mask in groups.masks] == [lengths.count(length) == count for count, length in shapes]
 
 
 def test_groups_are_made_anew_when_the_borders_change() -> None:

@@ -6,6 +6,7 @@ A CPU's numbers can be looked at without waiting, so the work is cut to what thi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Each further group is a call more, forward and backward, and saves less than the one before it. So many pairs of
-# tokens, times the width of their heads, take as long as a call.
-_MOST_GROUPS, _CALL = 3, 2**19
+# tokens, times the width of their heads, take as long as a call. Of the lengths at which a group may end, a few do.
+_CALL, _MOST_CUTS = 2**18, 32
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Where the tokens of a batch go.
+    """Where the tokens of a batch go: to a place of one of the groups, which lie one after the other.
+
+    A token's queries, keys and values are three rows, and those of a group lie behind each other.
 
     Attributes:
-        rows: For each place of all groups, one group after the other, the token that lies there.
+        rows: For each place the token that lies there; one more than the last token where there is none.
         back: For each token its place.
-        real: Whether a place holds a token of its own, [places, 1, 1].
+        parts_rows: For each place of a group's queries, then keys, then values, the row that lies there.
+        parts_back: For each row its place among those.
         shapes: Sequences and length of each group.
         masks: By group what is added to the scores, [sequences, 1, 1, length]: 0, or -inf for what is no token; None
             where nothing is padding.
@@ -34,14 +38,10 @@ class _Groups:
 
     rows: Tensor
     back: Tensor
-    real: Tensor
+    parts_rows: Tensor
+    parts_back: Tensor
     shapes: list[tuple[int, int]]
     masks: list[Tensor | None]
-
-    def places(self, whole: Tensor) -> list[Tensor]:
-        """The groups' parts of a tensor [places, ...], as [sequences, length, ...]."""
-        parts = whole.split([sequences * length for sequences, length in self.shapes])
-        return [part.view(*shape, *whole.shape[1:]) for part, shape in zip(parts, self.shapes)]
 
 
 _last: tuple[weakref.ref[Tensor], int, _Groups] | None = None
@@ -90,62 +90,78 @@ def _make_groups(offsets: np.ndarray[Any, np.dtype[np.int64]], width: int) -> _G
     lengths = np.diff(offsets)
     order = np.argsort(lengths, kind="stable")
     order = order[lengths[order] > 0]
-    back = np.empty(int(offsets[-1]), dtype=np.int64)
-    rows, real, shapes, masks, begin = [], [], [], [], 0
+    # By sequence: where its places begin; where its keys begin beside its queries, and its values beside its keys; and
+    # how much further down its queries are, since the keys and values of the groups before its own lie there too.
+    starts, sizes, before = np.zeros((3, len(lengths)), dtype=np.int64)
+    shapes: list[tuple[int, int]] = []
+    full: list[bool] = []
+    begin = 0
     for members in _divided(order, lengths, width):
-        length = int(lengths[members[-1]])
-        within = np.arange(length)
-        filled = within < lengths[members, None]
-        places = offsets[members, None] + within
-        back[places[filled]] = begin + np.flatnonzero(filled)
-        rows.append(np.where(filled, places, 0).ravel())
-        real.append(filled.ravel())
-        shapes.append((len(members), length))
-        hidden = np.where(filled, np.float32(0), np.float32(-np.inf))
-        masks.append(None if filled.all() else torch.from_numpy(hidden)[:, None, None, :])
-        begin += filled.size
+        shape = (len(members), int(lengths[members[-1]]))
+        size = shape[0] * shape[1]
+        starts[members] = np.arange(begin, begin + size, shape[1])
+        sizes[members], before[members] = size, 2 * begin
+        shapes.append(shape)
+        full.append(bool(lengths[members[0]] == shape[1]))
+        begin += size
+    tokens = int(offsets[-1])
+    back = np.arange(tokens) + np.repeat(starts - offsets[:-1], lengths)
+    queries = back + np.repeat(before, lengths)
+    parts_back = (queries[:, None] + np.repeat(sizes, lengths)[:, None] * np.arange(3)).ravel()
+    rows, parts_rows = np.full(begin, tokens), np.zeros(3 * begin, dtype=np.int64)
+    rows[back] = np.arange(tokens)
+    parts_rows[parts_back] = np.arange(3 * tokens)
+    hidden = torch.from_numpy(np.where(rows == tokens, np.float32(-np.inf), np.float32(0)))
+    parts = hidden.split([sequences * length for sequences, length in shapes])
     return _Groups(
-        torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0, dtype=torch.int64),
+        torch.from_numpy(rows),
         torch.from_numpy(back),
-        torch.from_numpy(np.concatenate(real))[:, None, None] if real else torch.empty(0, 1, 1, dtype=torch.bool),
+        torch.from_numpy(parts_rows),
+        torch.from_numpy(parts_back),
         shapes,
-        masks,
+        [None if is_full else part.view(one, 1, 1, two) for is_full, part, (one, two) in zip(full, parts, shapes)],
     )
 
 
 def _divided(order: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], width: int) -> list[np.ndarray[Any, Any]]:
-    """Sequences in the order of their lengths, in as many equal groups as save time."""
-
-    def cost(parts: list[np.ndarray[Any, Any]]) -> int:
-        return sum(width * len(part) * int(lengths[part[-1]]) ** 2 + _CALL for part in parts)
-
-    counts = range(1, min(_MOST_GROUPS, len(order)) + 1)
-    return min((np.array_split(order, count) for count in counts), key=cost, default=[])
+    """Sequences in the order of their lengths, in one, two or three groups, cut where that saves most."""
+    if not len(order):
+        return []
+    ordered = lengths[order]
+    cuts = np.flatnonzero(np.diff(ordered)) + 1
+    cuts = cuts[:: -(-len(cuts) // _MOST_CUTS) or 1]
+    squares, longest = ordered[cuts - 1] ** 2, int(ordered[-1]) ** 2
+    first, last = cuts * squares, (len(order) - cuts) * longest
+    between = cuts - cuts[:, None]
+    three = first[:, None] + np.where(between > 0, between * squares + last, len(order) * longest)
+    best: list[tuple[int, list[int]]] = [(width * len(order) * longest + _CALL, [])]
+    if len(cuts):
+        at = int(np.argmin(first + last))
+        best.append((width * int(first[at] + last[at]) + 2 * _CALL, [int(cuts[at])]))
+        one, other = divmod(int(np.argmin(three)), len(cuts))
+        best.append((width * int(three[one, other]) + 3 * _CALL, [int(cuts[one]), int(cuts[other])]))
+    return np.split(order, min(best, key=lambda item: item[0])[1])
 
 
 class _Take(torch.autograd.Function):
     """From [tokens, 3, heads, width] to queries, keys and values [sequences, heads, length, width] of each group.
 
-    Their gradients are written side by side, instead of stacked and joined group by group. Places that hold no token of
+    Their gradients are joined all at once, instead of stacked and joined group by group. Places that hold no token of
     their own have none: their keys are masked, and their queries' results are not read.
     """
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, groups: _Groups) -> tuple[Tensor, ...]:
         """Views of one tensor."""
-        ctx.groups = groups
-        taken = heads.index_select(0, groups.rows)
-        return tuple(part for place in groups.places(taken) for part in place.permute(2, 0, 3, 1, 4).unbind(0))
+        ctx.groups, ctx.shape = groups, heads.shape
+        taken = heads.reshape(-1, *heads.shape[2:]).index_select(0, groups.parts_rows)
+        shapes = [shape for shape in groups.shapes for _ in range(3)]
+        return tuple(_places(taken, shapes))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Each token has one place."""
-        _, heads, _, width = gradients[0].shape
-        whole = gradients[0].new_empty(len(ctx.groups.rows), 3, heads, width)
-        for number, place in enumerate(ctx.groups.places(whole)):
-            for part, gradient in enumerate(gradients[3 * number : 3 * number + 3]):
-                place[:, :, part].copy_(gradient.transpose(1, 2))
-        return whole.index_select(0, ctx.groups.back), None
+        """Each row has one place."""
+        return _joined(gradients).index_select(0, ctx.groups.parts_back).view(ctx.shape), None
 
 
 class _Put(torch.autograd.Function):
@@ -155,14 +171,22 @@ class _Put(torch.autograd.Function):
     def forward(ctx: Any, groups: _Groups, *parts: Tensor) -> Tensor:
         """Each token from its place."""
         ctx.groups = groups
-        _, heads, _, width = parts[0].shape
-        whole = parts[0].new_empty(len(groups.rows), heads, width)
-        for place, part in zip(groups.places(whole), parts):
-            place.copy_(part.transpose(1, 2))
-        return whole.index_select(0, groups.back)
+        return _joined(parts).index_select(0, groups.back)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Nothing for places without a token."""
-        whole = gradients[0].index_select(0, ctx.groups.rows).mul_(ctx.groups.real)
-        return None, *(place.transpose(1, 2) for place in ctx.groups.places(whole))
+        gradient = gradients[0]
+        whole = torch.cat((gradient, gradient.new_zeros(1, *gradient.shape[1:]))).index_select(0, ctx.groups.rows)
+        return None, *_places(whole, ctx.groups.shapes)
+
+
+def _places(whole: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """A tensor [places, heads, width] as one [sequences, heads, length, width] for each shape."""
+    parts = whole.split([sequences * length for sequences, length in shapes])
+    return [part.view(*shape, *whole.shape[1:]).transpose(1, 2) for part, shape in zip(parts, shapes)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `_places`."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
