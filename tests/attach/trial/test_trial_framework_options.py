@@ -160,13 +160,12 @@ TRAINER = {
 def test_each_switch_goes_one_way() -> None:
     wanted = Switches(autocast="bf16", fused_optimizer=True, workers=2, cudnn_benchmark=True)
     left, options = through_options(wanted, {"framework": TRAINER})
-    assert left == Switches(cudnn_benchmark=True)
-    assert options == {
-        "TrainingArguments": {"bf16": True, "optim": "adamw_torch_fused", "dataloader_num_workers": 2}
-    }, "this version has no persistent workers"
+    assert left == Switches(workers=2, cudnn_benchmark=True), "what loader processes draw is seen to in torch"
+    assert options == {"TrainingArguments": {"bf16": True, "optim": "adamw_torch_fused"}}
     left, options = through_options(wanted, {"framework": TRAINER, "options_given": ["optim"]})
-    assert left == Switches(fused_optimizer=True, cudnn_benchmark=True)
-    assert options == {"TrainingArguments": {"bf16": True, "dataloader_num_workers": 2}}
+    assert left == Switches(fused_optimizer=True, workers=2, cudnn_benchmark=True)
+    assert options == {"TrainingArguments": {"bf16": True}}
+    assert options_of({"workers": 2}, {"framework": TRAINER}) == {"workers": {"dataloader_num_workers": "2"}}
     for facts in ({}, {"framework": None}, {"framework": {"name": "torch"}}, {"framework": {**TRAINER, "options": {}}}):
         assert through_options(wanted, facts) == (wanted, {})
 
@@ -180,7 +179,7 @@ def test_another_optimizer_is_fused_in_torch() -> None:
 
 def test_an_optimizer_or_a_loader_of_the_script_is_not_made_by_options() -> None:
     facts = {"framework": TRAINER, "options_given": ["optim"], "places": [["optimizer", 3, ""]]}
-    wanted = Switches(fused_optimizer=True, workers=1)
+    wanted = Switches(autocast="bf16", fused_optimizer=True)
     assert through_options(wanted, facts)[0] == Switches(fused_optimizer=True)
     assert by_hand({"fused_optimizer": True}, facts) == ["fused=True in the optimizer's arguments"]
     assert options_of({"workers": 1}, {**facts, "places": [["loader", 3, ""]]}) == {}

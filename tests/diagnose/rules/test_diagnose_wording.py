@@ -134,13 +134,10 @@ def test_a_sharded_model_has_a_precision_of_its_own(strategy: str, name: str, li
 
 def test_workers_launches_and_the_optimizer_in_a_plain_script_and_under_trainer() -> None:
     waiting = {"phases": {"data_wait": 0.06}}
-    assert (
-        "DataLoader(..., num_workers=4, persistent_workers=True)"
-        in told(judged("input_bound", "torch", **waiting))["data.num_workers"]
-    )
+    assert "DataLoader(..., num_workers=4)" in told(judged("input_bound", "torch", **waiting))["data.num_workers"]
     assert (
         told(judged("input_bound", "transformers", **waiting))["data.num_workers"]
-        == "TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True)"
+        == "TrainingArguments(dataloader_num_workers=4)"
     )
     plain, trainer = told(judged("host_bound", "torch")), told(judged("host_bound", "transformers"))
     assert 'torch.compile(model, mode="reduce-overhead")' in plain["gpu.capture"]
@@ -153,11 +150,6 @@ def test_another_optimizer_is_not_swapped_for_adamw() -> None:
     found = framework("transformers")
     found.unfused_optimizer = "SGD"
     assert told(judged("host_bound", None, framework=found))["gpu.fused_optimizer"].startswith("SGD(..., fused=True)")
-
-
-def test_loaders_without_processes_have_none_that_persist() -> None:
-    assert "persistent" not in say(framework("torch"), "data.num_workers", 0)
-    assert "persistent" not in say(framework("transformers"), "data.num_workers", 0)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_script_is_made_faster_proved_and_run(tmp_path: Path) -> None:
     ]
     patch = (tmp_path / "tune" / "train" / "tuned.patch").read_text()
     workers = found["changes"]["workers"]["after"]
-    assert f"+    for batch, target in DataLoader(Samples(), 4, shuffle=True, num_workers={workers}, " in patch
+    assert f"+    for batch, target in DataLoader(Samples(), 4, shuffle=True, num_workers={workers})" in patch
 
     path = tmp_path / "tune" / "train" / "tuned.yaml"
     settings = yaml.safe_load(path.read_text())

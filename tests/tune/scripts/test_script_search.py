@@ -25,6 +25,7 @@ CPU: dict[str, Any] = {
     "half": False,
     "tf32": False,
     "cudnn_benchmark": False,
+    "threads": 1,
     "can_fuse": True,
     "compiled": True,
     "blocks": 0,
@@ -206,7 +207,8 @@ TRAINER: dict[str, Any] = {
     "framework": {
         "name": "transformers",
         "arguments": "TrainingArguments",
-        "options": {"torch_compile": False, "dataloader_num_workers": 0},
+        "options": {"torch_compile": False, "optim": "adamw_torch"},
+        "unfused_optimizer": "AdamW",
     },
 }
 
@@ -214,19 +216,51 @@ TRAINER: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("seen", "left"),
     [
-        ({"workers": 2, "compiled": True}, Switches()),
-        ({"workers": 0, "compiled": True}, Switches(workers=2)),  # its loader is made elsewhere
-        ({"workers": 2, "compiled": True, "own_names": "b"}, Switches(workers=2, compile=True)),  # saves other names
-        ({"workers": 2, "compiled": True, "tf32": True}, Switches(workers=2, compile=True)),  # rounds more coarsely
+        ({"can_fuse": False, "compiled": True}, Switches()),
+        ({"can_fuse": True, "compiled": True}, Switches(fused_optimizer=True)),  # its optimizer is made elsewhere
+        (
+            {"can_fuse": False, "compiled": True, "own_names": "b"},  # saves other names
+            Switches(fused_optimizer=True, compile=True),
+        ),
+        (
+            {"can_fuse": False, "compiled": True, "tf32": True},  # rounds more coarsely
+            Switches(fused_optimizer=True, compile=True),
+        ),
     ],
 )
 def test_an_option_that_does_less_or_more_is_set_in_torch(seen: dict[str, Any], left: Switches) -> None:
     facts = copy.deepcopy(TRAINER)
-    wanted = Switches(workers=2, compile=True)
+    wanted = Switches(fused_optimizer=True, compile=True)
     assert through_options(wanted, facts)[0] == Switches()
     assert forget_options(wanted, facts, {**TRAINER, **seen}) == (left != Switches())
     assert through_options(wanted, facts)[0] == left
     assert not forget_options(left, facts, {**TRAINER, **seen}), "once is enough"
+
+
+def test_one_loader_process_is_tried_where_several_draw_other_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frameworm.tune.scripts.knobs.usable_cpus", lambda: 8)
+    facts = {**CPU, "threads": 8, "can_fuse": False}
+
+    class Wrong(Given):
+        def _compare(self, candidate: Switches, **how: Any) -> Evidence:
+            self._wrong = ["workers"] if candidate.workers > 1 else []
+            return super()._compare(candidate, **how)
+
+    search = Wrong(tmp_path, facts, {"workers": 1.5})
+    result = search.run()
+    assert result.switches == Switches(workers=1, threads=7)
+    assert search.timed[:2] == [{"workers": 4, "threads": 4}, {"workers": 1, "threads": 7}]
+
+
+def test_what_was_found_is_not_tried_with_other_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frameworm.tune.scripts.knobs.usable_cpus", lambda: 8)
+    search = Given(tmp_path, {**CPU, "threads": 8, "can_fuse": False}, {"workers": 1.5, "threads": 1.2})
+    assert search.run().switches == Switches(workers=4, threads=4)
+    assert [item.changes for item in search.result.attempts if item.status != "skipped"] == [
+        {"workers": 4, "threads": 4}
+    ]
 
 
 class Lucky(Given):

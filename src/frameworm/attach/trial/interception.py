@@ -12,15 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.data._utils.fetch as fetch
-import torch.utils.data.dataloader as dataloader
 from torch import nn
 
-from frameworm.attach.padding import trimmed
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import intercept_data_parallel, keep_gathered
+from frameworm.attach.trial.loading import intercept_loading
 from frameworm.attach.trial.switches import Switches
-from frameworm.attach.trial.whole_batches import at_once
 from frameworm.data.prefetch import map_tensors
 from frameworm.models.blocks import alike, find_block_classes
 
@@ -41,10 +38,9 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
         torch.backends.cudnn.benchmark = True
     if switches.fused_optimizer:
         patches.set(torch.optim.Optimizer, "__init__", _fused)
-    if switches.workers or switches.pin_memory or switches.trim_padding:
-        patches.set(dataloader.DataLoader, "__init__", functools.partial(_with_loading, switches))
-    if switches.whole_batches:
-        patches.set(fetch._MapDatasetFetcher, "fetch", at_once)
+    if switches.threads:
+        torch.set_num_threads(switches.threads)
+    intercept_loading(switches, patches)
     intercept_data_parallel(switches, patches)
     return ModelSwitches(switches)
 
@@ -142,40 +138,3 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
         return False
     parameters = [item for group in groups for item in group["params"]]
     return all(item.is_floating_point() and item.device.type in ("cpu", "cuda") for item in parameters)
-
-
-def _with_loading(switches: Switches, original: _Function) -> _Function:
-    """Loaders that shuffle a data set by its places."""
-
-    @functools.wraps(original)
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not can_have_processes(self):
-            return
-        # A loader refuses to change after its first pass, and this is before.
-        if switches.workers and self.num_workers == 0:
-            self.num_workers = switches.workers
-            self.prefetch_factor = 2
-            vars(self)["persistent_workers"] = True
-        if switches.pin_memory and torch.cuda.is_available():
-            self.pin_memory = True
-        if switches.trim_padding and getattr(self.collate_fn, "func", None) is not _trimming:  # libraries copy loaders
-            self.collate_fn = functools.partial(_trimming, self.collate_fn)
-
-    return initialise
-
-
-def _trimming(collate: _Function, samples: Any) -> Any:
-    return trimmed(collate(samples))
-
-
-def can_have_processes(loader: Any) -> bool:
-    """Whether a loader reads single samples of a data set in an order of its own: then it is one for training."""
-    return reads_in_own_order(loader.dataset, loader.batch_sampler)
-
-
-def reads_in_own_order(dataset: Any, batch_sampler: Any) -> bool:
-    """See `can_have_processes`."""
-    if batch_sampler is None or isinstance(dataset, torch.utils.data.IterableDataset):
-        return False
-    return not isinstance(getattr(batch_sampler, "sampler", None), torch.utils.data.SequentialSampler)

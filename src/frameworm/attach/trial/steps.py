@@ -22,7 +22,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from frameworm.attach.patches import Patches, keep_compiler_out
-from frameworm.attach.trial.interception import can_fuse, can_have_processes
+from frameworm.attach.trial.interception import can_fuse
+from frameworm.attach.trial.loading import can_have_processes
 
 _Function = Callable[..., Any]
 Place = Literal["optimizer", "loader", "model"]

@@ -27,6 +27,7 @@ class Switches:
         cuda_graphs: Compile the model, and replay its kernels as CUDA graphs.
         channels_last: Weights of convolutions with their channels last.
         cudnn_benchmark: Let cuDNN time its algorithms.
+        threads: Of torch's operators on a CPU; 0: as it is.
         workers: Processes for loaders that shuffle and have none.
         whole_batches: Samples are taken out of the tensors of a data set at once instead of one by one.
         pin_memory: Page-locked batches.
@@ -45,6 +46,7 @@ class Switches:
     cuda_graphs: bool = False
     channels_last: bool = False
     cudnn_benchmark: bool = False
+    threads: int = 0
     workers: int = 0
     whole_batches: bool = False
     pin_memory: bool = False
@@ -97,11 +99,8 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     "cuda_graphs": ("CUDA graphs", "gpu.capture", 'model.compile(mode="reduce-overhead") before the first step'),
     "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
     "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
-    "workers": (
-        "loader processes",
-        "data.num_workers",
-        "DataLoader(..., num_workers={value}, persistent_workers=True)",
-    ),
+    "threads": ("threads", None, "torch.set_num_threads({value})"),
+    "workers": ("loader processes", "data.num_workers", "DataLoader(..., num_workers={value})"),
     "whole_batches": (
         "batches indexed at once",
         None,
@@ -127,6 +126,8 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     ),
 }
 
+# Set in torch even where the framework has an option: then what loader processes draw is known.
+_IN_TORCH = ("workers",)
 # What a switch is set in; where the script makes that itself, an option of its framework is for nothing.
 _BELONGS_TO = {"fused_optimizer": "optimizer", "workers": "loader", "pin_memory": "loader"}
 
@@ -134,7 +135,7 @@ _BELONGS_TO = {"fused_optimizer": "optimizer", "workers": "loader", "pin_memory"
 def in_words(changes: Mapping[str, Any]) -> str:
     """Some switches as a phrase."""
     return ", ".join(
-        f"{value} {WORDS[name][0]}" if type(value) is int else WORDS[name][0] for name, value in changes.items()
+        f"{WORDS[name][0]}: {value}" if type(value) is int else WORDS[name][0] for name, value in changes.items()
     )
 
 
@@ -185,7 +186,7 @@ def through_options(switches: Switches, facts: Mapping[str, Any]) -> tuple[Switc
     given = facts.get("options_given") or ()
     usual, left, options = asdict(Switches()), switches, {}
     for name, wanted in options_of(switches.to_dict(), facts).items():
-        if not wanted.keys() & set(given):
+        if name not in _IN_TORCH and not wanted.keys() & set(given):
             left = left.having({name: usual[name]})
             options.update({key: ast.literal_eval(text) for key, text in wanted.items()})
     return left, {str(facts["framework"]["arguments"]): options} if options else {}

@@ -17,7 +17,8 @@ from frameworm.attach.padding import tokens_of
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import facts_of_data_parallel, gathers_twice
 from frameworm.attach.trial.framework_options import FrameworkOptions
-from frameworm.attach.trial.interception import ModelSwitches, can_fuse, reads_in_own_order
+from frameworm.attach.trial.interception import ModelSwitches, can_fuse
+from frameworm.attach.trial.loading import reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.trial.whole_batches import can_be_indexed
 from frameworm.attach.watch import leading_size
@@ -224,6 +225,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "optimizers": [type(item).__name__ for item in optimizers],
         "half": seen.autocast or any(item.dtype in (torch.float16, torch.bfloat16) for item in parameters),
         "tf32": _uses_tf32(),
+        "threads": torch.get_num_threads(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "can_fuse": any(can_fuse(item) for item in optimizers),
         "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),

@@ -111,11 +111,8 @@ WORDS: dict[str, dict[str, Words]] = {
     },
     "training.global_batch:grown": {TORCH: "{value} samples per step over all ranks, with lr to match"},
     "data.num_workers": {
-        TORCH: Call("DataLoader(..., num_workers={value}, persistent_workers=True)"),
-        TRANSFORMERS: (
-            Call("{arguments}(dataloader_num_workers={value}, dataloader_persistent_workers=True)"),
-            Call("{arguments}(dataloader_num_workers={value})"),
-        ),
+        TORCH: Call("DataLoader(..., num_workers={value})"),
+        TRANSFORMERS: Call("{arguments}(dataloader_num_workers={value})"),
     },
     "data.num_workers:0": {
         TORCH: Call("DataLoader(..., num_workers=0)", "loader processes compete with training for the cores"),

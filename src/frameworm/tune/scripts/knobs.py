@@ -33,6 +33,7 @@ class ScriptKnob:
         why_not: Why it means nothing for a script; None: it may help.
         setup_s: What it usually takes to start.
         consent: What the user must allow it by, and why; None: nothing that a proof would not see.
+        again: Sets what another one sets, to another value; where it means nothing, nobody needs to know.
     """
 
     changes: Callable[[Facts], dict[str, Any]]
@@ -40,6 +41,7 @@ class ScriptKnob:
     why_not: Callable[[Facts], str | None]
     setup_s: float = 0.0
     consent: tuple[str, str] | None = None
+    again: bool = False
 
 
 def _first(*reasons: tuple[object, str]) -> str | None:
@@ -51,8 +53,22 @@ def _on_gpu(facts: Facts) -> bool:
     return bool(facts["device"] == "cuda")
 
 
+def _with_workers(facts: Facts, workers: int) -> dict[str, Any]:
+    """Processes for loaders; where the model is on the same cores, it leaves them some."""
+    left = max(1, usable_cpus() - workers)
+    return {"workers": workers} if _on_gpu(facts) or facts["threads"] <= left else {"workers": workers, "threads": left}
+
+
 def _workers(facts: Facts) -> dict[str, Any]:
-    return {"workers": max(1, min(_MOST_WORKERS, usable_cpus() - 1))}
+    return _with_workers(facts, max(1, min(_MOST_WORKERS, usable_cpus() - 1)))
+
+
+def _fewer_threads(facts: Facts) -> dict[str, Any]:
+    return {"threads": max(1, facts["threads"] // 2)}
+
+
+def _why_not_fewer_threads(facts: Facts) -> str | None:
+    return _first((_on_gpu(facts), "the model is on a GPU"), (facts["threads"] < 2, "there is one"))
 
 
 def _why_no_workers(facts: Facts) -> str | None:
@@ -151,6 +167,20 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ),
     ScriptKnob(lambda facts: {"whole_batches": True}, _in_waits, _why_not_whole),
     ScriptKnob(_workers, _in_waits, _why_no_workers, 1.0),
+    ScriptKnob(  # one draws what the script's own process would have drawn; several cannot
+        lambda facts: _with_workers(facts, 1),
+        _in_waits,
+        lambda facts: _why_no_workers(facts) or _first((_workers(facts)["workers"] == 1, "that was tried")),
+        1.0,
+        again=True,
+    ),
+    ScriptKnob(_fewer_threads, lambda facts: 0.03, _why_not_fewer_threads),
+    ScriptKnob(
+        lambda facts: {"threads": 1},
+        lambda facts: 0.02,
+        lambda facts: _why_not_fewer_threads(facts) or _first((facts["threads"] < 4, "that was tried")),
+        again=True,
+    ),
     ScriptKnob(
         lambda facts: {"pin_memory": True},
         lambda facts: 0.02,
@@ -222,7 +252,7 @@ def forget_options(switches: Switches, facts: dict[str, Any], seen: Facts) -> bo
 
 def _is_open(name: str, facts: Facts) -> bool:
     """Whether a switch could still be set."""
-    knobs = [knob for knob in SCRIPT_KNOBS if list(knob.changes(facts)) == [name]]
+    knobs = [knob for knob in SCRIPT_KNOBS if name in knob.changes(facts)]
     return any(knob.why_not(facts) is None for knob in knobs)
 
 

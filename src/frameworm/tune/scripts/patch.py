@@ -16,12 +16,13 @@ from frameworm.attach.trial.switches import options_of
 # Switches that become keywords of a call that the script makes, and those that become lines of their own.
 _KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
     "fused_optimizer": ("optimizer", {"fused": "True"}),
-    "workers": ("loader", {"num_workers": "{value}", "persistent_workers": "True"}),
+    "workers": ("loader", {"num_workers": "{value}"}),
     "pin_memory": ("loader", {"pin_memory": "True"}),
 }
 _AT_THE_TOP = {
     "tf32": 'torch.set_float32_matmul_precision("high")',
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
+    "threads": "torch.set_num_threads({value})",
 }
 _OF_THE_MODEL = {
     "channels_last": "{model}.to(memory_format=torch.channels_last)",
@@ -80,11 +81,11 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
     changes = {name: value for name, value in changes.items() if name not in known}
     tree = ast.parse(source)
     added: dict[int, list[str]] = {}
-    for name in changes:
+    for name, value in changes.items():
         if name in _AT_THE_TOP:
             if not _has_name(tree, "torch"):
                 raise NoPatchError(f"{name}: the script does not import torch under its own name")
-            added.setdefault(_after_imports(tree), []).append(_AT_THE_TOP[name])
+            added.setdefault(_after_imports(tree), []).append(_AT_THE_TOP[name].format(value=value))
         elif name in _OF_THE_MODEL:
             models = sorted({str(model) for kind, _, model in places if kind == "model"})
             if name == "compile_blocks" and facts.get("block_list") is None:

@@ -115,6 +115,8 @@ class ScriptSearch:
                 break
             if result.switches.cuda_graphs and knob.changes(result.facts).keys() & set(_WAYS_TO_COMPILE):
                 continue  # it is compiled already
+            if knob.changes(result.facts).keys() <= result.changes.keys():
+                continue  # it was found with another value
             if not self._has_time(knob):
                 result.stopped = f"the rest of the budget of {self._budget_s:.0f} s is too short for more"
                 result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
@@ -186,7 +188,7 @@ class ScriptSearch:
                 why_not = f"{knob.consent[1]}; if that is all right, add --allow {knob.consent[0]}"
             if why_not is None:
                 found.append(knob)
-            else:
+            elif not knob.again:
                 self.result.attempts.append(ScriptAttempt(knob.changes(facts), "skipped", why_not))
         return sorted(found, key=lambda knob: -knob.gain(facts) / (1 + knob.setup_s))
 
