@@ -28,6 +28,7 @@ from frameworm.engine.step.probe import GradientProbe
 from frameworm.engine.step.step import TrainStep
 from frameworm.guard.agreement import ROUNDING_UNITS, Agreement, Draws, OutputErrors, StateErrors
 from frameworm.numerics.comparison import Sketches, errors_of, noise_of, outputs_of
+from frameworm.numerics.draws import figures_of
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate
 from frameworm.numerics.randomness import has_drawn, random_state, restore_random_state, seed_everything
@@ -215,13 +216,7 @@ class _Lockstep(Gate):
             outputs = self._own(batch, saved, None)
             losses.append(float(outputs["loss"]))
             drawn.append(sketch(torch.cat([value for name, value in outputs.items() if name.startswith("gradient")])))
-        together = torch.stack(drawn)
-        mean = together.mean(0)
-        spread = float(((together - mean).square().sum(1).sum() / max(len(drawn) - 1, 1)).sqrt())
-        distinct = {tuple(row.tolist()) for row in together}
-        loss = torch.tensor(losses, dtype=torch.float64)
-        figures = (float(loss.mean()), float(loss.std()) if len(losses) > 1 else 0.0, spread)
-        return {"figures": list(figures), "repeated": len(drawn) - len(distinct)}
+        return figures_of(losses, drawn)
 
 
 class LeadingGate(_Lockstep):

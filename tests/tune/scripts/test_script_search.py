@@ -26,6 +26,7 @@ CPU: dict[str, Any] = {
     "tf32": False,
     "cudnn_benchmark": False,
     "threads": 1,
+    "draws": False,
     "can_fuse": True,
     "compiled": True,
     "blocks": 0,

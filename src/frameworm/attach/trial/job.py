@@ -27,6 +27,8 @@ class TrialJob:
         name: Of what it writes.
         steps: At which steps states are compared.
         perturbed: follow: move the parameters by at most one unit of rounding, drawn by this number; 0: do not.
+        draws: follow: at the first of the steps call the model so often, with random draws as in training; 0: compare
+            steps without dropout.
         unit: That unit, of the precision that the script computes in.
         isolated: In namespaces of its own, where nothing that is written stays.
         ranks: Variables in which each of several processes differs from the tuner; empty: it is one process.
@@ -46,6 +48,7 @@ class TrialJob:
     name: str = ""
     steps: list[int] = field(default_factory=list)
     perturbed: int = 0
+    draws: int = 0
     unit: float = 2.0**-24
     isolated: bool = True
     ranks: list[dict[str, str | None]] = field(default_factory=list)

@@ -3,13 +3,14 @@
 All of them run the script as it is. Before some of its steps the leading run writes down parameters, buffers,
 the optimizers' state and that of random numbers; a following run takes them over before the same step. Each notes what
 its step gives: the loss, gradients before they are clipped, and what changes in buffers. Dropout is off in all of them:
-other kernels draw other masks.
+other kernels draw other masks. Further runs take over the first state with dropout on, and call the model many times.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,12 @@ from frameworm.attach.padding import trimmed
 from frameworm.attach.trial.interception import ModelSwitches
 from frameworm.attach.trial.job import TrialJob
 from frameworm.attach.trial.steps import Listener, StepCounter
+from frameworm.data.prefetch import tensors_in
 from frameworm.numerics.comparison import Sketches, outputs_of
+from frameworm.numerics.draws import draw_calls
 from frameworm.numerics.dropout import DropoutOff
 from frameworm.numerics.plain_update import PlainUpdate, settings_of
-from frameworm.numerics.randomness import random_state, restore_random_state
+from frameworm.numerics.randomness import random_state, restore_random_state, seed_everything
 from frameworm.numerics.sample_hash import add_hashes, batch_hash
 from frameworm.numerics.state import Named, StepTensors, own_shard, read, write
 
@@ -66,8 +69,9 @@ class ComparedRun(Listener):
 
     def model_found(self, module: nn.Module) -> None:
         """Set what belongs to it, and leave dropout out."""
-        self._dropout.append(DropoutOff(module))
-        self._dropout[-1].start()
+        if not self._job.draws:
+            self._dropout.append(DropoutOff(module))
+            self._dropout[-1].start()
         self._switches.found(module)
 
     def step_begins(self, number: int) -> None:
@@ -75,8 +79,7 @@ class ComparedRun(Listener):
         self._finish(number - 1)
         self._hashes, self._loss, self._turn = [], None, 0
         if number > self._job.steps[-1]:
-            self._report({"event": "compared", "steps": number - 1})
-            time.sleep(_WAIT_S)  # the tuner kills this process
+            self._end(number - 1)
         if number not in self._job.steps:
             return
         tensors = self._tensors()
@@ -86,6 +89,10 @@ class ComparedRun(Listener):
         else:
             self._take_over(path, tensors)
         self._before = tensors.copy()
+
+    def _end(self, steps: int) -> None:
+        self._report({"event": "compared", "steps": steps})
+        time.sleep(_WAIT_S)  # the tuner kills this process
 
     def _take_over(self, path: Path, tensors: StepTensors) -> None:
         ends = time.monotonic() + _WAIT_S
@@ -107,6 +114,21 @@ class ComparedRun(Listener):
             if name.startswith("parameter ") and tensor.is_floating_point():
                 noise = torch.rand(tensor.shape, generator=generator, device=generator.device) * 2 - 1
                 tensor.mul_(1 + self._job.unit * noise.to(tensor))
+
+    def called(self, module: nn.Module, call: Callable[[], Any]) -> None:
+        """Where draws are compared, call it again and again instead of going on."""
+        if self._before is None or not self._job.draws:
+            return
+        tensors = self._tensors()
+
+        def again() -> list[torch.Tensor]:
+            tensors.restore(self._before or {})
+            return list(tensors_in(call()))
+
+        seed_everything(_SEED)
+        learning = [item for item in module.parameters() if item.requires_grad]
+        write(self._folder / f"{self._job.name}-draws.pt", {"draws": draw_calls(again, learning, self._job.draws)})
+        self._end(self.counter.step)
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
         """Note which samples came."""

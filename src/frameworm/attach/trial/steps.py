@@ -52,6 +52,9 @@ class Listener:
     def goes_back(self, loss: torch.Tensor) -> None:
         """A backward pass begins at this tensor."""
 
+    def called(self, module: nn.Module, call: Callable[[], Any]) -> None:
+        """A model is about to be called in training; `call` calls it so."""
+
     def before_update(self) -> None:
         """Gradients are complete, not clipped yet; once per step."""
 
@@ -176,6 +179,7 @@ class StepCounter:
             self._listener.passes()
             self._depth += 1
             try:
+                self._listener.called(module, functools.partial(original, module, *args, **kwargs))
                 return original(module, *args, **kwargs)
             finally:
                 self._depth -= 1

@@ -56,6 +56,11 @@ class Switches:
     gather_once: bool = False
     keep_gathered: bool = False
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled, in whatever way."""
+        return self.compile or self.compile_blocks or self.cuda_graphs
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Switches:
         """The switches that are named.

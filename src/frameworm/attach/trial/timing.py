@@ -24,6 +24,7 @@ from frameworm.attach.trial.whole_batches import can_be_indexed
 from frameworm.attach.watch import leading_size
 from frameworm.errors import EnvironmentSetupError
 from frameworm.models.blocks import find_block_classes
+from frameworm.numerics.randomness import has_drawn, random_state
 
 # The first steps make states, compile and fill caches; what is looked at closely is looked at in them.
 FIRST_STEPS = 3
@@ -58,6 +59,7 @@ class TimedRun(Listener):
         self._loops.watch(Patches(), lambda note: None)
         self._framework: dict[str, Any] | None = None
         self._passes = 0
+        self._random: dict[str, Any] | None = None
         self._begun: float | None = None
         self._born = perf_counter()
         self._waited_s, self._samples = 0.0, 0
@@ -67,8 +69,10 @@ class TimedRun(Listener):
         self._switches.found(module)
 
     def passes(self) -> None:
-        """Look at the precision."""
+        """Look at the precision, and at the random state before the first of them."""
         self._seen.look()
+        if self._random is None and not self._seen.draws:
+            self._random = random_state(self._device())
 
     def fetched(self, iterator: Any, batch: Any, seconds: float) -> None:
         """Count the wait."""
@@ -78,8 +82,14 @@ class TimedRun(Listener):
             self._seen.look_at(iterator, batch)
 
     def goes_back(self, loss: torch.Tensor) -> None:
-        """Count the passes of the first steps."""
+        """Count the passes of the first steps, and see whether random numbers were drawn in them."""
         self._passes += 1
+        if self._random is not None:
+            self._seen.draws = has_drawn(self._random, self._device())
+            self._random = None
+
+    def _device(self) -> torch.device:
+        return next((item.device for model in self.counter.models for item in model.parameters()), torch.device("cpu"))
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """The first time, see whose loop it is."""
@@ -173,6 +183,7 @@ class Seen:
         pinned: Whether these page-lock.
         padded: Of their batches, the share of positions beyond the longest sample.
         indexable: Whether their batches can be indexed at once.
+        draws: Whether random numbers are drawn between a model's call and its backward pass.
     """
 
     autocast: bool = False
@@ -180,6 +191,7 @@ class Seen:
     pinned: list[bool] = field(default_factory=list)
     padded: list[float] = field(default_factory=list)
     indexable: list[bool] = field(default_factory=list)
+    draws: bool = False
 
     def look(self) -> None:
         """Inside of a model's call."""
@@ -237,6 +249,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "pinned": all(seen.pinned) if seen.pinned else None,
         "indexable": any(seen.indexable),
         "padded_share": sum(seen.padded) / len(seen.padded) if seen.padded else None,
+        "draws": seen.draws,
         "places": counter.places,
         "own_names": _digest([[name for name, _ in item.named_parameters()] for item in counter.own_models]),
     }

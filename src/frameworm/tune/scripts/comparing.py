@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from frameworm.attach.trial.job import Role
 from frameworm.attach.trial.switches import Switches
-from frameworm.guard.agreement import Agreement, StateErrors
+from frameworm.guard.agreement import Agreement, Draws, StateErrors
 from frameworm.guard.proof import Evidence, Learning, StepEvidence
 from frameworm.numerics.comparison import errors_of, noise_of
 from frameworm.numerics.state import read
@@ -22,6 +23,7 @@ COMPARED_STEPS = (2, 3, 4, 6, 8, 12, 16, 24)
 NOT_REPEATABLE = "the script takes other samples each time it runs; seed every generator that it draws from"
 _NOISE = ("noise-1", "noise-2")
 _EXPECTED = "expected"
+_DRAWN, _DRAWN_BEFORE, _DRAWS = "drawn", "before-drawn", 32
 
 
 class _Run(NamedTuple):
@@ -30,6 +32,7 @@ class _Run(NamedTuple):
     perturbed: int = 0
     source: str | None = None
     options: str = ""
+    draws: int = 0
 
 
 class Comparing:
@@ -49,16 +52,39 @@ class Comparing:
         return LEADER in self._noted
 
     def compare(
-        self, candidate: Switches, wanted: Sequence[int] = COMPARED_STEPS, source: str | None = None
+        self,
+        candidate: Switches,
+        wanted: Sequence[int] = COMPARED_STEPS,
+        source: str | None = None,
+        *,
+        draws: bool = True,
     ) -> Evidence:
-        """What the candidate, or another source, computes from states of the script as it is."""
-        missing = self._missing(candidate, source)
+        """What the candidate, or another source, computes from states of the script as it is.
+
+        Args:
+            candidate: What is set.
+            wanted: At which steps.
+            source: What it runs in place of the script.
+            draws: Also with random draws as in training, where others may be drawn.
+        """
+        draws = draws and self._trials.draws_differently(candidate)
+        missing = self._missing(candidate, source, draws)
         for together in [missing] if self._trials.fit_together(len(missing)) else [[run] for run in missing]:
             with self._begun(together, wanted) as finish:
                 finish()
         expected = LEADER if candidate.autocast == "off" else _EXPECTED
         steps = self._steps(wanted)
-        return evidence_of(self._trials.folders, steps, _NOISE, CANDIDATE, self._trials.unit(candidate), expected)
+        evidence = evidence_of(self._trials.folders, steps, _NOISE, CANDIDATE, self._trials.unit(candidate), expected)
+        if evidence.agreement is None or not draws:
+            return evidence
+        return replace(evidence, agreement=replace(evidence.agreement, draws=self._draws()))
+
+    def _draws(self) -> Draws | None:
+        before, after = (_read(self._trials.folders[0] / f"{name}-draws.pt") for name in (_DRAWN_BEFORE, _DRAWN))
+        if not (before and before["draws"] and after and after["draws"]):
+            return None
+        sides = [(tuple(side["draws"]["figures"]), side["draws"]["repeated"]) for side in (before, after)]
+        return Draws(_DRAWS, sides[0][0], sides[1][0], sides[1][1], sides[0][1])
 
     @contextmanager
     def beside(
@@ -75,20 +101,25 @@ class Comparing:
         Yields:
             What waits until all of it is noted.
         """
-        runs = [run for run in self._missing(candidate, source) if likely or run.name != CANDIDATE]
+        missing = self._missing(candidate, source, self._trials.draws_differently(candidate))
+        runs = [run for run in missing if likely or run.name not in (CANDIDATE, _DRAWN)]
         if runs and self._trials.can_overlap(others + len(runs)):
             with self._begun(runs, COMPARED_STEPS) as finish:
                 yield finish
         else:
             yield lambda: None
 
-    def _missing(self, candidate: Switches, source: str | None) -> list[_Run]:
+    def _missing(self, candidate: Switches, source: str | None, draws: bool) -> list[_Run]:
         """The runs that a comparison needs and that are not there yet."""
         runs = [_Run(LEADER, Switches()), *(_Run(name, Switches(), place) for place, name in enumerate(_NOISE, 1))]
+        same = Switches(autocast=candidate.autocast)  # in the candidate's precision, with nothing else changed
+        options, own = self._trials.options_of(same), self._trials.options_of(candidate)
         if candidate.autocast != "off":
-            half = Switches(autocast=candidate.autocast)
-            runs.append(_Run(_EXPECTED, half, options=self._trials.options_of(half)))
-        runs.append(_Run(CANDIDATE, candidate, source=source, options=self._trials.options_of(candidate)))
+            runs.append(_Run(_EXPECTED, same, options=options))
+        runs.append(_Run(CANDIDATE, candidate, source=source, options=own))
+        if draws:
+            runs.append(_Run(_DRAWN_BEFORE, same, options=options, draws=_DRAWS))
+            runs.append(_Run(_DRAWN, candidate, source=source, options=own, draws=_DRAWS))
         return [run for run in runs if self._noted.get(run.name) != run]
 
     def _steps(self, wanted: Sequence[int]) -> list[int]:
@@ -107,7 +138,8 @@ class Comparing:
                     for path in folder.glob(f"{run.name}-*.pt"):
                         path.unlink()
                 role: Role = "lead" if run.name == LEADER else "follow"
-                started = self._trials.start(run.switches, run.name, role, steps, run.perturbed, run.source)
+                at = steps[:1] if run.draws else steps
+                started = self._trials.start(run.switches, run.name, role, at, run.perturbed, run.source, run.draws)
                 processes.append((run, all_of_them.enter_context(started)))
 
             def finish() -> None:
@@ -166,7 +198,10 @@ def evidence_of(
 
 
 def _noted(folder: Path, name: str, step: int) -> dict[str, Any] | None:
-    path = folder / f"{name}-{step}.pt"
+    return _read(folder / f"{name}-{step}.pt")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     return read(path) if path.exists() else None
 
 

@@ -139,7 +139,7 @@ class ScriptSearch:
         """
         self.result.facts = dict(facts)
         try:
-            agreement = self._compare(switches, wanted=_FEW_STEPS).agreement
+            agreement = self._compare(switches, wanted=_FEW_STEPS, draws=False).agreement
         except ScriptError as error:
             return str(error)
         judged = None if agreement is None else judge_agreement(agreement)
@@ -377,6 +377,7 @@ class ScriptSearch:
     def _has_time(self, knob: ScriptKnob) -> bool:
         """Whether a trial and its proof end in time, as far as is known."""
         starts = 2 if self._comparing.has_led or self._trials.can_overlap(_MOST_AT_ONCE) else 5
+        starts += self._trials.draws_differently(Switches().having(knob.changes(self.result.facts)))
         needs_s = starts * self._trial_s + _STARTS_COMPILED * knob.setup_s + 2 * _PAIRS * _WINDOW_S
         if self.result.accepted:  # what was found is to become a patch
             needs_s += self._patch_s()

@@ -68,6 +68,7 @@ class ScriptTrials:
         steps: Sequence[int] = (),
         perturbed: int = 0,
         source: str | None = None,
+        draws: int = 0,
     ) -> ScriptProcess:
         """One process; see `TrialJob`."""
         facts = self._result.facts
@@ -85,6 +86,7 @@ class ScriptTrials:
             name=name,
             steps=list(steps),
             perturbed=perturbed,
+            draws=draws,
             unit=self.unit(Switches()) if facts else ROUNDING_UNITS["fp32"],
             isolated=self._result.isolated,
             ranks=self._ranks,
@@ -99,6 +101,10 @@ class ScriptTrials:
         if facts["half"] or switches.autocast != "off":
             return ROUNDING_UNITS["bf16"]
         return ROUNDING_UNITS["tf32" if facts["device"] == "cuda" and (facts["tf32"] or switches.tf32) else "fp32"]
+
+    def draws_differently(self, switches: Switches) -> bool:
+        """Whether other kernels than the script's may draw its random numbers; several processes are not looked at."""
+        return switches.compiles and bool(self._result.facts["draws"]) and not self._ranks
 
     def options_of(self, switches: Switches) -> str:
         """What of the switches is set through the script's framework, as text to compare."""
