@@ -38,7 +38,7 @@ class Trials:
     def __init__(self, folder: Path, cores: int = 16) -> None:
         self.folders, self.total, self.cores = [folder], None, cores
         self.alive = self.ends_after = 0
-        self.options = ""
+        self.options, self.draws = "", False
         self.started: list[str] = []
         self.steps: list[Any] = []
 
@@ -59,6 +59,9 @@ class Trials:
 
     def options_of(self, switches: Switches) -> str:
         return self.options
+
+    def draws_differently(self, switches: Switches) -> bool:
+        return self.draws and switches.compiles
 
 
 @pytest.fixture
@@ -81,6 +84,19 @@ def test_what_the_script_computes_is_noted_once(trials: Trials) -> None:
     comparing.compare(HALF, source="pass")
     assert trials.started[6:] == ["candidate", "expected", "candidate"], "other options are other runs"
     assert trials.alive == 0
+
+
+def test_draws_are_noted_where_others_may_be_drawn(trials: Trials) -> None:
+    trials.draws = True
+    comparing: Any = Comparing(trials)  # type: ignore[arg-type]
+    comparing.compare(HALF)
+    comparing.compare(COMPILED, draws=False)
+    assert not [name for name in trials.started if "drawn" in name]
+    comparing.compare(COMPILED)
+    assert trials.started[-2:] == ["before-drawn", "drawn"]
+    assert trials.steps[-1] == [2], "from the first state"
+    comparing.compare(Switches(compile=True, fused_optimizer=True))
+    assert trials.started[-2:] == ["candidate", "drawn"], "of the script itself they are known"
 
 
 @pytest.mark.parametrize("likely", [True, False])
