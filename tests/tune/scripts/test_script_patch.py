@@ -80,6 +80,15 @@ def test_a_change_is_one_small_edit(changes: dict[str, Any], lines: list[str]) -
     assert added(changes) == lines
 
 
+def test_buckets_are_set_where_the_model_is_divided() -> None:
+    source = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(Net(), device_ids=[0])\n"
+    changes = {"bucket_mib": 40, "bucket_views": True}
+    written = patched(source, changes, {"places": [("data_parallel", 2, "")]})
+    assert "model = DDP(Net(), device_ids=[0], bucket_cap_mb=40, gradient_as_bucket_view=True)" in written
+    with pytest.raises(NoPatchError, match="the DistributedDataParallel is made by a library"):
+        patched(source, changes, {"places": []})
+
+
 def test_blocks_are_compiled_where_the_model_is_made() -> None:
     written = patched(SCRIPT, {"compile_blocks": True}, {"places": PLACES, "block_list": "encoder.layers"})
     indent = " " * 4

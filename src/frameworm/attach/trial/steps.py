@@ -20,13 +20,14 @@ import torch
 import torch.utils.data.dataloader as dataloader
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.attach.patches import Patches, keep_compiler_out
 from frameworm.attach.trial.interception import can_fuse
 from frameworm.attach.trial.loading import can_have_processes
 
 _Function = Callable[..., Any]
-Place = Literal["optimizer", "loader", "model"]
+Place = Literal["optimizer", "loader", "model", "data_parallel"]
 # Frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
@@ -104,6 +105,7 @@ class StepCounter:
         patches.set(dataloader._BaseDataLoaderIter, "__next__", self._fetching)
         patches.set(torch.optim.Optimizer, "__init__", self._making)
         closer.set(dataloader.DataLoader, "__init__", self._loading)
+        closer.set(DistributedDataParallel, "__init__", self._dividing)
         closer.set(nn.Module, "__call__", self._calling)
         closer.set(torch.autograd, "backward", self._going_back)
         for owner in (nn.utils, nn.utils.clip_grad):
@@ -226,6 +228,14 @@ class StepCounter:
             original(loader, *args, **kwargs)
             if can_have_processes(loader):
                 self._note_place("loader")
+
+        return initialise
+
+    def _dividing(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def initialise(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self._note_place("data_parallel")
 
         return initialise
 

@@ -18,6 +18,8 @@ _KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
     "fused_optimizer": ("optimizer", {"fused": "True"}),
     "workers": ("loader", {"num_workers": "{value}"}),
     "pin_memory": ("loader", {"pin_memory": "True"}),
+    "bucket_mib": ("data_parallel", {"bucket_cap_mb": "{value}"}),
+    "bucket_views": ("data_parallel", {"gradient_as_bucket_view": "True"}),
 }
 _AT_THE_TOP = {
     "tf32": 'torch.set_float32_matmul_precision("high")',
@@ -32,12 +34,11 @@ _OF_THE_MODEL = {
 }
 _OWN_AFFAIR = {
     "trim_padding": "how samples are padded is decided in many ways; the line to write by hand says what to do",
-    "bucket_mib": "where DistributedDataParallel is made is not followed; write it by hand",
-    "bucket_views": "where DistributedDataParallel is made is not followed; write it by hand",
     "keep_gathered": "where fully_shard is called is not followed; write it by hand",
     "gather_once": "which pass is the last of an update is for the script to say; write it by hand",
 }
-_MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": ()}
+_MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": (), "data_parallel": ()}
+_CALLED = {"data_parallel": "DistributedDataParallel"}
 
 
 class NoPatchError(Exception):
@@ -113,7 +114,7 @@ def as_diff(before: str, after: str, name: str) -> str:
 
 def _why_no_place(kind: str, keywords: Mapping[str, str], facts: Mapping[str, Any]) -> str:
     if kind != "options":
-        return f"{', '.join(keywords)}: the {kind} is made by a library, not by the script"
+        return f"{', '.join(keywords)}: the {_CALLED.get(kind, kind)} is made by a library, not by the script"
     taker, maker = facts["framework"]["arguments"], facts.get("options_made_by")
     by = f"by {maker}, from a command line or a config: give it there" if maker else "in another file: write it there"
     return f"{taker} is made {by}"
@@ -121,7 +122,7 @@ def _why_no_place(kind: str, keywords: Mapping[str, str], facts: Mapping[str, An
 
 def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keywords: Mapping[str, str]) -> str:
     """The call at a line with keywords added; those that it has are replaced."""
-    what = names[0] if kind == "options" else f"the {kind}"
+    what = names[0] if kind == "options" else f"the {_CALLED.get(kind, kind)}"
     call = _call_at(ast.parse(source), line, names)
     if call is None or call.end_lineno is None or call.end_col_offset is None:
         raise NoPatchError(f"line {line} makes {what} in a way that cannot be added to")
