@@ -86,5 +86,6 @@ def test_figures_that_start_over_hold_later_steps_only() -> None:
         record = train_workload(config, build_workload(config), gate=Resets(at))
         shares.append(record.phases["forward"].mean_s)
         assert record.steps == 55
-    assert shares[0] > 0.1 * 15 / 55, "the delay counts as forward: 15 of 20 steps are not warm-up"
-    assert shares[1] < shares[0] / 2
+    delay_s = 0.1 * 15 / 55
+    assert shares[0] > delay_s, "the delay counts as forward: 15 of 20 steps are not warm-up"
+    assert shares[1] < shares[0] - delay_s / 2, "the steps themselves take longer on a busy machine"

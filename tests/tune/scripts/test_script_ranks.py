@@ -144,7 +144,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(REFUSED is not None, reason=f"trials cannot be kept apart here: {REFUSED}")
 def test_under_torchrun_rank_0_tunes_and_all_run_with_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    tuned = torchrun(tmp_path, "tune", "--budget", "20s", "train.py", "200", "DDP")
+    tuned = torchrun(tmp_path, "tune", "--budget", "45s", "train.py", "200", "DDP")
     assert tuned.returncode == 0, tuned.stderr
     assert not (tmp_path / "model.txt").exists(), "what trials write is gone"
     found = json.loads((tmp_path / "tune" / "train" / "tune.json").read_text())
