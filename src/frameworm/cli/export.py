@@ -26,6 +26,9 @@ def export(
     dtype: Optional[str] = typer.Option(  # noqa: UP045
         None, help="Store floating-point weights as float32, bfloat16 or float16; unless given, as they were trained."
     ),
+    weights: str = typer.Option(
+        "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
+    ),
     compiled: bool = typer.Option(False, "--compiled", help="Compile the model ahead of time, for this device."),
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="With --compiled: change a setting of the run's config."
@@ -51,11 +54,12 @@ def export(
             raise EnvironmentSetupError("--dtype is for weights; a compiled model computes as it was trained")
         from frameworm.engine.run import export_run_compiled
 
-        done = export_run_compiled(run, out, settings, which=checkpoint, metric=metric)
+        done = export_run_compiled(run, out, settings, which=checkpoint, metric=metric, weights=weights)
     else:
-        done = export_weights(run, out, which=checkpoint, metric=metric, dtype=dtype)
+        done = export_weights(run, out, which=checkpoint, metric=metric, dtype=dtype, weights=weights)
     if as_json:
         say(json.dumps(dataclasses.asdict(done)))
         return
     what = "compiled model" if done.compiled else f"{done.tensors} tensors"
+    what += " (averaged weights)" if done.averaged else ""
     say(f"{done.path}: {what} of step {done.step}, {done.parameters:,} numbers, {done.size_bytes / 2**20:.1f} MiB")

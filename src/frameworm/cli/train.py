@@ -189,6 +189,9 @@ def _show(record: object, as_json: bool) -> None:
 def evaluate(
     run: Path = typer.Argument(..., help="Run folder."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the run's config."),
+    weights: str = typer.Option(
+        "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Score the newest checkpoint of a run on its validation data.
@@ -198,12 +201,13 @@ def evaluate(
     from frameworm.engine.run import evaluate_run
 
     log_to_screen(True)
-    step, result = evaluate_run(run, settings)
+    step, result, averaged = evaluate_run(run, settings, weights=weights)
     if as_json:
-        say(json.dumps({"run": str(run), "step": step, **result._asdict()}))
+        say(json.dumps({"run": str(run), "step": step, "averaged": averaged, **result._asdict()}))
         return
+    of = " (averaged weights)" if averaged else ""
     accuracy = "" if result.accuracy is None else f"  accuracy {result.accuracy:.2%}"
-    say(f"{run}, step {step}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
+    say(f"{run}, step {step}{of}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
 
 
 def runs(

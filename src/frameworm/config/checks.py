@@ -185,6 +185,9 @@ def _parallel(config: Config) -> Iterator[Problem]:
         if compression != "off":
             text = f"with sync_every above 1 no gradients are sent for {compression} to make smaller; use one of them"
             yield Problem((key("parallel.sync_every"), key("parallel.compression")), text)
+        if config.training.ema is not None:
+            text = "with sync_every above 1 every rank has weights of its own to average; use one of them"
+            yield Problem((key("training.ema"), key("parallel.sync_every")), text)
         if parallel.check_replicas is not None and parallel.check_replicas % parallel.sync_every:
             text = f"models agree only every {parallel.sync_every} steps (sync_every); use a multiple of that"
             yield Problem((key("parallel.check_replicas"), key("parallel.sync_every")), text)

@@ -21,8 +21,9 @@ from frameworm.config.model_sections import (
     model_section_of,
 )
 from frameworm.config.observe_section import ObserveConfig, TargetsConfig
-from frameworm.config.problems import Origins, combination_error
-from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section, Share
+from frameworm.config.problems import Origins
+from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section
+from frameworm.config.training_section import EarlyStopConfig, TrainingConfig
 
 
 class CheckpointConfig(Section):
@@ -213,116 +214,6 @@ class DataConfig(Section):
         default="raise",
         description="A sample that cannot be read: stop, or take the next one in its place and name it in the summary.",
     )
-
-
-class EarlyStopConfig(Section):
-    """Stop when a metric no longer gets better."""
-
-    metric: Literal["val_loss", "val_accuracy", "train_loss"] = Field(
-        default="val_loss", description="What is watched."
-    )
-    patience: int = Field(default=3, ge=1, description="Epochs without improvement before training stops.")
-    min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as an improvement.")
-
-
-class TrainingConfig(Section):
-    """How the model learns."""
-
-    epochs: int = Field(default=1, ge=1, description="Passes over the training samples.")
-    max_steps: Annotated[Count | None, OffNone] = Field(
-        default=None, description="Stop after this many steps, whatever the epochs say."
-    )
-    global_batch: Annotated[Count | None, OffNone] = Field(
-        default=None,
-        description="Samples per step over all processes = micro-batch x accumulation x world size; 32 when no batch "
-        "is given.",
-    )
-    micro_batch: Count | Auto = Field(default="auto", description="Samples per forward pass on one device.")
-    batch_size: Annotated[Count | None, OffNone] = Field(
-        default=None,
-        description="Older spelling: the micro-batch per device; the global batch then grows with the world, and a "
-        "note says so.",
-    )
-    accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="Update rule.")
-    lr: float = Field(default=3.0e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled decay (adamw) or L2 penalty (sgd).")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.999), description="AdamW's averaging factors.")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum.")
-    schedule: Literal["onecycle", "cosine", "linear", "constant"] = Field(
-        default="onecycle", description="Course of the learning rate over the run, per step."
-    )
-    schedule_every: Literal["auto", "step", "epoch"] = Field(
-        default="auto",
-        description="How often a torch scheduler given to Trainer is stepped; auto: every step, or every epoch if it "
-        "takes a metric.",
-    )
-    warmup: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the steps that climb to lr (onecycle: 0.3 unless set)."
-    )
-    clip_norm: Annotated[float | None, OffNone] = Field(
-        default=1.0, gt=0, description="Largest gradient norm; off leaves gradients alone."
-    )
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="Grow lr with global_batch / base_batch, or its root."
-    )
-    base_batch: Annotated[Count | None, OffNone] = Field(default=None, description="Global batch lr was chosen for.")
-    max_bad_steps: Annotated[Count | None, OffNone] = Field(
-        default=10, description="Stop after so many steps in a row with a loss or gradients that are not finite."
-    )
-    on_spike: Annotated[Literal["off", "warn", "rollback"], OffWord] = Field(
-        default="off",
-        description="A loss that jumps up and stays: say so, or go back to the last checkpoint's model.",
-    )
-    early_stop: Annotated[EarlyStopConfig | None, OffNone] = Field(default=None, description="Stop if a metric stalls.")
-    accuracy: bool | Auto = Field(
-        default="auto",
-        description="Count right answers in validation; auto: where the loss takes integer targets, one per sample, "
-        "for classes of the model's output.",
-    )
-    fused_loss: bool = Field(
-        default=False,
-        description="Compute the last layer and the cross-entropy after it a part of the tokens at a time, so that the "
-        "logits are never held whole; for any model with an nn.Linear of 4,096 outputs or more (gpt has its own: "
-        "model.fused_loss).",
-    )
-    cpu_threads: Count | Auto = Field(
-        default="auto", description="Threads torch computes with on the host; auto leaves torch's own choice."
-    )
-    cpu_interop_threads: Count | Auto = Field(
-        default="auto",
-        description="Threads torch runs independent operations with (torch.jit.fork); auto leaves torch's own choice.",
-    )
-    cpu_affinity: bool = Field(
-        default=False, description="Bind each process of a machine to an equal share of its cores (Linux)."
-    )
-    cpu_onednn: bool | Literal["except_linear"] = Field(
-        default=True, description="Let oneDNN compute on the host; except_linear: all but linear layers."
-    )
-    cpu_gelu: Literal["torch", "keep_slope"] = Field(
-        default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, not in backward."
-    )
-
-    @field_validator("lr_scaling", mode="before")
-    @classmethod
-    def _none_is_a_word(cls, value: Any) -> Any:
-        return "none" if value is None or value is False or value == "off" else value
-
-    @model_validator(mode="after")
-    def _batches_agree(self) -> TrainingConfig:
-        if self.batch_size is not None and self.micro_batch not in ("auto", self.batch_size):
-            raise combination_error(
-                ("batch_size", "micro_batch"),
-                f"batch_size {self.batch_size} contradicts micro_batch {self.micro_batch}; both mean the samples per "
-                "forward pass on one device, so keep one of them",
-            )
-        if self.lr_scaling != "none" and self.base_batch is None:
-            raise combination_error(
-                ("lr_scaling",),
-                f"{self.lr_scaling} needs training.base_batch, the global batch that lr was chosen for",
-            )
-        return self
 
 
 class GPUConfig(Section):

@@ -34,6 +34,7 @@ from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler
 from frameworm.engine.model.padding_free import ModelAttention
 from frameworm.engine.model.precision import wants_channels_last
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.optim.update import Update
@@ -133,6 +134,12 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         strategy=strategy,
         check=config.training.max_bad_steps is not None,
     )
+    if config.training.ema is not None:
+        averages = AveragedWeights(config.training.ema, job.model, job.optimizer, strategy)
+        update.average(averages)
+        if job.averages is not None:
+            averages.take_over(job.averages)
+        job.averages = averages
     windows = Windows(config.observe, strategy.device, strategy.rank, total_steps)
     # A user's listener may rely on hearing of a step before the next one begins; on a GPU it hears of it later, but on
     # all ranks at the same step, for it may change what is trained.
@@ -154,7 +161,16 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
     held = Held({**users_parts(job.train.loader, "loader"), **users_parts(job.validation, "validation"), **drawing})
     state = TrainingState(
-        job.model, job.optimizer, schedule, job.precision, strategy, Progress(), config.seed, held, job.train.workers
+        job.model,
+        job.optimizer,
+        schedule,
+        job.precision,
+        strategy,
+        Progress(),
+        config.seed,
+        held,
+        job.train.workers,
+        update.averages,
     )
     halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
     watched = find_watched(job, schedule, loss_function)

@@ -15,7 +15,13 @@ from torch import nn
 from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.data.prefetch import move_batch
 from frameworm.engine.checkpoint.commit import figure_of
-from frameworm.engine.checkpoint.load import StoredCheckpoint, check_same_model, list_checkpoints, load_newest
+from frameworm.engine.checkpoint.load import (
+    SavedState,
+    StoredCheckpoint,
+    check_same_model,
+    list_checkpoints,
+    load_newest,
+)
 from frameworm.engine.step.loss import LossFunction
 from frameworm.errors import CheckpointError, ModelError, RunFolderError
 from frameworm.hardware.devices import choose_device
@@ -26,6 +32,7 @@ from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
 PICKLED = (".pt", ".pth", ".pkl", ".bin", ".ckpt")  # what torch.load would be tried on
+WEIGHTS = ("auto", "ema", "trained")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,6 +46,7 @@ class Exported:
     parameters: int
     size_bytes: int
     compiled: bool = False
+    averaged: bool = False
 
 
 def choose_checkpoint(folder: RunFolder, which: str, metric: str = "val_loss") -> StoredCheckpoint:
@@ -76,8 +84,43 @@ def choose_checkpoint(folder: RunFolder, which: str, metric: str = "val_loss") -
     return found[-1]
 
 
+def chosen_weights(saved: SavedState, weights: str, where: str) -> tuple[dict[str, Any], bool]:
+    """The model's state in a checkpoint, with the weights to use, and whether these are averaged.
+
+    Args:
+        weights: `trained`, `ema` (averaged by training.ema), or `auto`: averaged if the run has averaged them.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: It has no averages, or they have other names than the model's state.
+    """
+    if weights not in WEIGHTS:
+        raise CheckpointError(f"--weights takes {', '.join(WEIGHTS)}, not {weights}")
+    state: dict[str, Any] = saved.shared["model"]
+    averages: dict[str, Any] = saved.shared.get("ema") or {}
+    if weights == "trained" or (weights == "auto" and not averages):
+        return state, False
+    if not averages:
+        raise CheckpointError(f"{where} has no averaged weights: train with training.ema, or use --weights trained")
+    beside = saved.shared.get("loss") or {}
+    unknown = [name for name in averages if name not in state and name not in beside]
+    if unknown:
+        raise CheckpointError(
+            f"{where} averages {unknown[0]}, which the model's state does not name; use --weights trained"
+        )
+    # Weights that are tied have one average, under the first of their names.
+    of = {id(state[name]): name for name in averages if name in state}
+    return {name: averages.get(of.get(id(item), ""), item) for name, item in state.items()}, True
+
+
 def export_weights(
-    run: str | Path, out: str | Path, *, which: str = "latest", metric: str = "val_loss", dtype: str | None = None
+    run: str | Path,
+    out: str | Path,
+    *,
+    which: str = "latest",
+    metric: str = "val_loss",
+    dtype: str | None = None,
+    weights: str = "auto",
 ) -> Exported:
     """Write the weights and buffers of a run as one safetensors file, by their names in the model.
 
@@ -87,6 +130,7 @@ def export_weights(
         which: As for `choose_checkpoint`.
         metric: As there.
         dtype: Of floating-point tensors; None: as they were trained.
+        weights: As for `chosen_weights`.
 
     Raises:
         CheckpointError: There is no such checkpoint.
@@ -100,14 +144,18 @@ def export_weights(
         )
     folder = RunFolder.open(run)
     stored = choose_checkpoint(folder, which, metric)
-    state = stored.read().shared["model"]
+    saved = stored.read()
+    state, averaged = chosen_weights(saved, weights, str(stored.path))
+    trained = saved.shared["model"]
     kind = None if dtype is None else TYPES[dtype]
     tensors: dict[str, torch.Tensor] = {}
     for name, item in state.items():
-        if isinstance(item, StoredTensor):
+        if isinstance(item, StoredTensor) and isinstance(trained[name], StoredTensor):
             tensor = item.read()  # tied weights become a copy each: whoever loads them ties them again
-            tensors[name] = tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
+            wanted = trained[name].dtype if kind is None else kind  # half-precision weights have averages in float32
+            tensors[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
     about = {"format": "pt", "step": str(stored.step), "run": folder.run_name() or ""}
+    about["weights"] = "ema" if averaged else "trained"
     content = save(tensors, about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +163,8 @@ def export_weights(
             file.write(content)
     except OSError as error:
         raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
-    return Exported(
-        str(target), stored.step, len(tensors), sum(item.numel() for item in tensors.values()), len(content)
-    )
+    count = sum(item.numel() for item in tensors.values())
+    return Exported(str(target), stored.step, len(tensors), count, len(content), averaged=averaged)
 
 
 def export_compiled(
@@ -129,6 +176,7 @@ def export_compiled(
     which: str = "latest",
     metric: str = "val_loss",
     device: str = "auto",
+    weights: str = "auto",
 ) -> Exported:
     """Compile the trained model ahead of time (torch.export, AOTInductor) into a package that runs without its code.
 
@@ -140,6 +188,7 @@ def export_compiled(
         which: As for `choose_checkpoint`.
         metric: As there.
         device: What it will run on.
+        weights: As for `chosen_weights`.
 
     Raises:
         ModelError: The model cannot be exported or compiled here.
@@ -149,7 +198,7 @@ def export_compiled(
     if target.suffix != ".pt2":
         raise RunFolderError(f"a compiled model is a .pt2 package: give --out {target.with_suffix('.pt2')}")
     stored = choose_checkpoint(RunFolder.open(run), which, metric)
-    state = stored.read().shared["model"]
+    state, averaged = chosen_weights(stored.read(), weights, str(stored.path))
     check_same_model(state, workload.model, str(stored.path))
     workload.model.load_state_dict(loaded(state))
     place = choose_device(device, 0, None)  # type: ignore[arg-type]
@@ -171,7 +220,9 @@ def export_compiled(
             f"{reason}); export the weights instead (without --compiled)"
         ) from error
     count = sum(item.numel() for item in model.parameters())
-    return Exported(str(target), stored.step, len(state), count, target.stat().st_size, compiled=True)
+    return Exported(
+        str(target), stored.step, len(state), count, target.stat().st_size, compiled=True, averaged=averaged
+    )
 
 
 def _free(out: str | Path) -> Path:

@@ -25,6 +25,7 @@ from frameworm.engine.model.loss_parts import find_beside, untrained_note
 from frameworm.engine.model.padding_free import widest_input
 from frameworm.engine.model.precision import Precision, apply_backend_flags
 from frameworm.engine.model.processors import apply_processors
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.run_output import RunOutput, open_output
 from frameworm.errors import DataError
@@ -65,6 +66,7 @@ class Job:
     beside: Beside = field(default_factory=Beside)  # what trains beside the model: parameters of the loss
     padding: PaddingPlanner | None = None  # says of every batch which tokens are padding, to leave them out
     widths: FewWidths | None = None  # pads batches on
+    averages: AveragedWeights | None = None  # of the weights; at first those of an earlier train()
 
     @property
     def total_steps(self) -> int | None:

@@ -17,7 +17,7 @@ from frameworm.config.resolve import growing_batch_note
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.load import check_same_model, load_newest
-from frameworm.engine.export import Exported, export_compiled
+from frameworm.engine.export import Exported, chosen_weights, export_compiled
 from frameworm.engine.faults.out_of_memory import Advise, planned_advice
 from frameworm.engine.gate import Gate
 from frameworm.engine.job import Ingredients, build_job
@@ -166,6 +166,7 @@ def export_run_compiled(
     *,
     which: str = "latest",
     metric: str = "val_loss",
+    weights: str = "auto",
 ) -> Exported:
     """`export.export_compiled` for a run of the command line, whose config says what the model and its data are.
 
@@ -179,14 +180,20 @@ def export_run_compiled(
     batch = next(iter(build_loader(config, workload, data, evaluation=True)), None)
     if batch is None:
         raise DataError(f"{path}: this workload has no data to take an example of its shapes from")
-    return export_compiled(path, out, workload, batch, which=which, metric=metric, device=config.gpu.device)
+    device = config.gpu.device
+    return export_compiled(path, out, workload, batch, which=which, metric=metric, device=device, weights=weights)
 
 
-def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, Evaluation]:
+def evaluate_run(
+    path: str | Path, overrides: Sequence[str] = (), *, weights: str = "auto"
+) -> tuple[int, Evaluation, bool]:
     """Score the newest checkpoint of a run on its validation data.
 
+    Args:
+        weights: As for `export.chosen_weights`.
+
     Returns:
-        The checkpoint's step and the result.
+        The checkpoint's step, the result, and whether it is of averaged weights.
 
     Raises:
         RunFolderError: There is no such run.
@@ -202,16 +209,18 @@ def evaluate_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[int, 
     if newest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet")
     stored, state = newest
-    check_same_model(state.shared["model"], workload.model, str(stored.path))
-    workload.model.load_state_dict(loaded(state.shared["model"]))
+    chosen, averaged = chosen_weights(state, weights, str(stored.path))
+    check_same_model(chosen, workload.model, str(stored.path))
+    workload.model.load_state_dict(loaded(chosen))
     device = choose_device(config.gpu.device, 0, config.gpu.device_ids)
     strategy = Strategy(device)
     beside = find_beside(workload.model, workload.loss_fn)
     if "loss" in state.shared:
-        beside.load_state_dict(loaded(state.shared["loss"]))
+        averages = state.shared["ema"] if averaged else {}
+        beside.load_state_dict(loaded({name: averages.get(name, item) for name, item in state.shared["loss"].items()}))
     strategy.place_beside(beside)
     model: nn.Module = strategy.place(workload.model)
     loader = CudaDataLoader(build_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)
     loss_function = LossFunction(model, workload.loss_fn, config.training.accuracy)
-    return stored.step, evaluate(model, loader, loss_function, precision, strategy)
+    return stored.step, evaluate(model, loader, loss_function, precision, strategy), averaged

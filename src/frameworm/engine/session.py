@@ -62,11 +62,13 @@ class TrainingSession:
         self._state, self._store = self._parts.state, self._output.store
         self._saved_step: int | None = None
         self._loop = self._make_loop()
-        scheduled = self._parts.update.schedule.note
+        scheduled, averages = self._parts.update.schedule.note, self._parts.update.averages
+        averaged = None if averages is None or job.validation is None else averages.note
         notes = (self._parts.update.note, self._model.capture_note, job.strategy.note, self._parts.halving_note)
-        self._notes = [*job.notes, mode_note, scheduled, *notes]
-        if scheduled is not None and self._rank == 0:
-            log.info("%s", scheduled)
+        self._notes = [*job.notes, mode_note, scheduled, averaged, *notes]
+        for text in (scheduled, averaged):
+            if text is not None and self._rank == 0:
+                log.info("%s", text)
         self.record = begin_record(job, self._output.path)
 
     def _make_loop(self) -> TrainingLoop:
@@ -182,7 +184,9 @@ class TrainingSession:
     def _validate(self) -> Evaluation:
         job = self._job
         assert job.validation is not None
-        with self._model.compiler.uncompiled(), self._protection.guard.at_leisure():
+        averages = self._parts.update.averages
+        averaged = contextlib.nullcontext() if averages is None else averages.in_place()
+        with self._model.compiler.uncompiled(), self._protection.guard.at_leisure(), averaged:
             result = evaluate(job.model, job.validation, self._parts.loss_function, job.precision, job.strategy)
         if result.note is not None and result.note not in self._notes:
             self._notes.append(result.note)

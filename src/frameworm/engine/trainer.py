@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from frameworm.engine.given import check_callbacks, check_given, check_loader
 from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.precision import backend_flags_kept
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
@@ -81,6 +82,7 @@ class Trainer:
         self._callbacks = check_callbacks(callbacks)
         self._run_dir = run_dir
         self._began = False
+        self._averages: AveragedWeights | None = None
         if any(mixed):
             self.enable_mixed_precision()
 
@@ -159,10 +161,29 @@ class Trainer:
             sets_backend=self._sets_backend,
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
-            record = run_job(build_job(as_python_run(self._config, self.model), given))
+            job = build_job(as_python_run(self._config, self.model), given)
+            job.averages = self._averages
+            try:
+                record = run_job(job)
+            finally:
+                self._averages = job.averages
         if record.status == "failed":
             log.error("%s", why_failed(record))
         return record
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[nn.Module]:
+        """The model with its averaged weights (`ema=0.999`) inside the `with`, and as it was trained after it.
+
+        Under a strategy that divides the model or its optimizer all ranks must enter it.
+
+        Raises:
+            StateError: No weights were averaged.
+        """
+        if self._averages is None:
+            raise StateError("there are no averaged weights: give ema=0.999 (or another decay) and call train() first")
+        with self._averages.in_place():
+            yield self.model
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler, every = self._scheduler, self._config.training.schedule_every

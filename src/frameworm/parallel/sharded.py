@@ -61,6 +61,16 @@ class ZeRO1Strategy(DDPStrategy):
         self.adopt_groups(optimizer)
         return super().follow(model, optimizer)
 
+    def owner_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int | None:
+        assert isinstance(optimizer, ZeROStage1Optimizer)
+        return optimizer.owner_of(parameter)
+
+    def send_from_owners(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            owner = self.owner_of(optimizer, parameter)
+            if owner is not None:
+                dist.broadcast(parameter.data, src=owner)
+
     def held_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> HeldState:
         assert isinstance(optimizer, ZeROStage1Optimizer)
         names = names_in_groups(self.named_parameters(model), optimizer.param_groups)

@@ -77,14 +77,19 @@ def first_row(tensor: DTensor) -> int:
 
 def shard_of(value: torch.Tensor | StoredTensor, like: DTensor) -> DTensor:
     """This rank's shard of a whole value, cut and placed as `like` is; a copy, and nobody is asked."""
-    from torch.distributed.tensor import DTensor
-
     own = like.to_local()
     first, rows = first_row(like), own.shape[0]
     part = value.read(first, rows) if isinstance(value, StoredTensor) else value[first : first + rows].clone()
     assert part.shape == own.shape, (part.shape, own.shape)
+    return like_part(part.to(own.device), like)
+
+
+def like_part(part: torch.Tensor, like: DTensor) -> DTensor:
+    """The divided tensor of which this rank holds `part`, cut as `like` is; not copied, and nobody is asked."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
-        part.to(own.device),
+        part,
         like.device_mesh,
         like.placements,
         run_check=False,

@@ -69,6 +69,13 @@ class Strategy:
     def adopt_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the groups that were added to the user's optimizer."""
 
+    def owner_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int | None:
+        """The one rank that updates a parameter; None: every rank updates it, or its part of it."""
+        return None
+
+    def send_from_owners(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Give every rank the values that the owners have in these parameters."""
+
     @property
     def update_device(self) -> torch.device:
         """Where parameters are updated."""

@@ -76,6 +76,11 @@ class ZeROStage1Optimizer(ZeroRedundancyOptimizer):
             for name in given:
                 delattr(self.optim, name)
 
+    def owner_of(self, parameter: torch.Tensor) -> int | None:
+        """The rank that updates a parameter; None: it is not among those of this optimizer."""
+        owners: dict[torch.Tensor, int] = self._param_to_rank  # type: ignore[attr-defined]
+        return owners.get(parameter)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of a whole state, as `state_dict` gives it after `consolidate_state_dict`."""
         # torch would put step counts on the host, where fused optimizers do not look for them, and give the groups

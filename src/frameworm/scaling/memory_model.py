@@ -131,6 +131,7 @@ class Setting:
     bucket_views: bool = True
     residuals: bool = False  # compression keeps what it did not send
     offload_optimizer: bool = False
+    averages: bool = False  # a moving average of the weights is kept
     device: str = "cuda"
 
     @property
@@ -242,14 +243,17 @@ def plan_step(model: ModelShapes, setting: Setting, step: StepMemory) -> MemoryP
     held = 0 if sharded and setting.offload_optimizer else shard
     state = _optimizer_bytes(model, setting, held) if held else 0
     # Without a fused kernel the update holds one more tensor per parameter, all at a time.
-    update_space = 0 if setting.fused else (state // setting.state_copies if setting.state_copies else 0)
+    update_space = 0
+    if not setting.fused and setting.state_copies:
+        update_space = state // (setting.state_copies + setting.averages)
     moments = _sharded_moments(model, setting, step, shard) if sharded else _whole_moments(setting, step, whole)
     kept_aside = 0 if sharded or setting.strategy == "single" else _beside_gradients(setting, whole)
     moments.append(_Moment("optimizer", held, kept_aside, workspace=update_space))
     if step.validation:
         buckets = 0 if sharded or setting.strategy == "single" else whole
         gathered = _gathered_bytes(model, setting) if sharded else kept_aside
-        moments.append(_Moment("validation", buckets, gathered, Peak(activations=step.validation)))
+        set_aside = held if setting.averages else 0  # the weights, while their averages are in their place
+        moments.append(_Moment("validation", buckets, gathered, Peak(activations=step.validation), set_aside))
     worst = max(moments, key=lambda moment: moment.total)
     peak = worst.peak
     return MemoryPlan(
@@ -328,8 +332,8 @@ def _beside_gradients(setting: Setting, whole: int) -> int:
 
 
 def _optimizer_bytes(model: ModelShapes, setting: Setting, held: int) -> int:
-    """State of the fullest rank; its counters of steps are a block each."""
-    copies = setting.state_copies
+    """State of the fullest rank and its averages of weights; its counters of steps are a block each."""
+    copies = setting.state_copies + setting.averages
     counters = 0 if setting.optimizer == "sgd" else len(model.shapes) * block(4, setting.device)
     if setting.strategy == "zero1" and setting.world_size > 1:
         sizes = [math.prod(shape) for shape in model.shapes]

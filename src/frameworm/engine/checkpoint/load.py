@@ -26,6 +26,7 @@ from frameworm.launch.process_group import broadcast_object, gather_objects, is_
 from frameworm.records.reading import read_text
 
 _PARTS = ("model", "optimizer", "schedule", "precision", "progress")
+_OPTIONAL = ("loss", "ema")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class SavedState:
     """The state in a checkpoint; its tensors are stored ones, read when somebody asks for them.
 
     Attributes:
-        shared: `model` and `optimizer` by parameter names, `schedule`, `precision`, `progress`.
+        shared: `model` and `optimizer` by parameter names, `schedule`, `precision`, `progress`; `loss` and `ema` (the
+            averaged weights, by parameter names) if there are any.
         ranks: What was each rank's own.
     """
 
@@ -85,6 +87,7 @@ class StoredCheckpoint:
         except RecursionError:
             raise CheckpointError(f"{self.path.name}: its manifest is nested too deeply") from None
         missing = [name for name in _PARTS if not isinstance(shared.get(name), dict)]
+        missing += [name for name in _OPTIONAL if not isinstance(shared.get(name, {}), dict)]
         if missing or not ranks or not all(isinstance(item, dict) for item in ranks):
             raise CheckpointError(f"{self.path.name} has no {missing[0] if missing else 'state of the ranks'}")
         return SavedState(shared, ranks)

@@ -16,6 +16,7 @@ from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, check_state, take_snapshot
 from frameworm.engine.checkpoint.staging import Staging
 from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.errors import CheckpointError
 from frameworm.numerics.randomness import random_state, restore_random_state, seed_everything
@@ -36,6 +37,7 @@ class TrainingState:
     seed: int
     held: Held  # generators of the loaders and of whatever else draws from its own
     workers: PersistentWorkers
+    averages: AveragedWeights | None = None
     # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
     epoch_random: dict[str, Any] | None = None
     _resumed_random: dict[str, Any] | None = None
@@ -118,10 +120,14 @@ class TrainingState:
         )
 
     def _held(self) -> HeldState:
-        """What this rank holds of model, loss and optimizer."""
+        """What this rank holds of model, loss, optimizer and averages."""
         held = self.strategy.held_state(self.model, self.optimizer)
         loss = self.strategy.beside.state_dict()
-        return HeldState({**held.replicated, "loss": loss}, held.owned) if loss else held
+        averages = HeldState({}) if self.averages is None else self.averages.held_state()
+        return HeldState(
+            {**held.replicated, **({"loss": loss} if loss else {}), **averages.replicated},
+            {**held.owned, **averages.owned},
+        )
 
     def _small_state(self) -> MoreState:
         """What is everybody's and what is this rank's, beside large tensors; parts of it wait for the device."""
@@ -171,7 +177,10 @@ class TrainingState:
         return [*notes, *self._restore_ranks(saved.ranks)]
 
     def load_values(self, shared: dict[str, Any], where: str) -> list[str]:
-        """Give model, loss and optimizer the values of a checkpoint; returns what the user should know about it.
+        """Give model, loss, optimizer and averages the values of a checkpoint.
+
+        Returns:
+            What the user should know about it.
 
         Raises:
             CheckpointError: The checkpoint is of another loss or optimizer.
@@ -183,7 +192,15 @@ class TrainingState:
             self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
-        return notes
+        return [*notes, *self._load_averages(shared.get("ema"), where)]
+
+    def _load_averages(self, saved: Any, where: str) -> list[str]:
+        if self.averages is None:
+            return ["training.ema is off: the averaged weights of the checkpoint are left behind"] if saved else []
+        try:
+            return self.averages.load_state(saved)
+        except ValueError as error:
+            raise CheckpointError(f"{where} is of another model: {error}") from None
 
     def _follow(self, saved: Any, optimizer: dict[str, Any]) -> list[str]:
         """Freeze, unfreeze and add to the optimizer what the saved run did, if this one began like it."""

@@ -116,7 +116,7 @@ def _plan_facts(planner: MemoryPlanner, resolved: Config, machine: MachineFacts)
     facts = PlanFacts(
         parameters=parameters,
         parameter_bytes=parameters * 4,
-        checkpoint_bytes=parameters * (4 + state),
+        checkpoint_bytes=parameters * (4 + state + (0 if training.ema is None else 4)),
         total_bytes=plan.total,
     )
     if total is None:

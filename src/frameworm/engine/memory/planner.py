@@ -233,6 +233,7 @@ class MemoryPlanner:
             bucket_views=parallel.gradient_as_bucket_view,
             residuals=parallel.compression not in _NO_RESIDUALS and parallel.error_feedback,
             offload_optimizer=bool(getattr(parallel, "offload_optimizer", False)),
+            averages=training.ema is not None,
             device=self.device,
         )
 

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.adamw_kernel import FusedUpdate
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.engine.optim.host_adamw import HostAdamW, are_plain, clip, norm_of
 from frameworm.engine.optim.schedule import AnySchedule
@@ -55,6 +56,7 @@ class Update:
         look: Note which gradients are bad in every step; on a CPU that is done by itself where a step is bad.
         finite: For each parameter with a gradient, whether that was finite in the last bad step that was looked at.
         judged: These parameters.
+        averages: Moving averages of the weights, kept up with every update; None: there are none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Update:
         self._in_order = list(parameters)
         self.parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
+        self.averages: AveragedWeights | None = None
         self.follow()
         self._scaler = precision.scaler
         self.clip_norm = clip_norm
@@ -112,7 +115,14 @@ class Update:
         held = {id(item): item for group in groups for item in group["params"]}
         known = [item for item in self._in_order if held.pop(id(item), None) is not None]
         self.parameters = [*known, *held.values()]
+        if self.averages is not None:
+            self.averages.follow(self.parameters)
         return True
+
+    def average(self, averages: AveragedWeights) -> None:
+        """Keep moving averages of the weights from now on."""
+        averages.follow(self.parameters)
+        self.averages = averages
 
     def find_one_pass(self) -> FusedUpdate | None:
         """Clipping and update in one pass, where that is the same; worth it inside a graph, costly for the host."""
@@ -153,6 +163,11 @@ class Update:
         Args:
             factor: What the gradients must be multiplied with first (a tensor on the device), or None for 1.
         """
+        self._apply(factor)
+        if self.averages is not None:
+            self.averages.update(self.skipped)
+
+    def _apply(self, factor: torch.Tensor | None) -> None:
         optimizer, scaler = self.optimizer, self._scaler
         gradients: list[torch.Tensor] = []
         if self.one_pass is not None:

@@ -133,6 +133,8 @@ class TrainStep:
             scaler, halves = self.scaler, update.halves
             found = {} if scaler is None else {"scale": scaler._scale, "growth": scaler._growth_tracker}
             found.update({} if halves is None else {f"half {place}": half for place, half in enumerate(halves.tensors)})
+            averages = {} if update.averages is None else update.averages.tensors
+            found.update({f"average {name}": average for name, average in averages.items()})
             return {name: tensor for name, tensor in found.items() if tensor is not None}
 
         # With several ranks that is this rank's part of the state.
