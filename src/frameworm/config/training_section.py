@@ -45,8 +45,9 @@ class TrainingConfig(Section):
     betas: tuple[Share, Share] = Field(default=(0.9, 0.999), description="AdamW's averaging factors.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum.")
-    schedule: Literal["onecycle", "cosine", "linear", "constant"] = Field(
-        default="onecycle", description="Course of the learning rate over the run, per step."
+    schedule: Literal["onecycle", "cosine", "linear", "constant", "wsd"] = Field(
+        default="onecycle",
+        description="Course of the learning rate over the run, per step; wsd: warm-up, stable, decay.",
     )
     schedule_every: Literal["auto", "step", "epoch"] = Field(
         default="auto",
@@ -54,7 +55,16 @@ class TrainingConfig(Section):
         "takes a metric.",
     )
     warmup: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the steps that climb to lr (onecycle: 0.3 unless set)."
+        default=0.0,
+        ge=0,
+        description="Steps that climb to lr: a share of all (below 1) or their number; with every schedule, also a "
+        "torch scheduler given to Trainer (onecycle: 0.3 unless set).",
+    )
+    decay: float = Field(
+        default=0.2, gt=0, description="Of wsd: the last steps, which fall to zero; a share of all or their number."
+    )
+    decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
+        default="linear", description="Of wsd: along what the rate falls; sqrt: as 1 - sqrt(share of the decay)."
     )
     clip_norm: Annotated[float | None, OffNone] = Field(
         default=1.0, gt=0, description="Largest gradient norm; off leaves gradients alone."
@@ -106,18 +116,30 @@ class TrainingConfig(Section):
         default="torch", description="keep_slope: nn.GELU on the host computes its slope in forward, not in backward."
     )
 
+    @field_validator("warmup", "decay")
+    @classmethod
+    def _share_or_steps(cls, value: float) -> float:
+        if value >= 1 and value % 1:
+            raise ValueError(f"{value:g} is neither a share (below 1) nor a whole number of steps")
+        return value
+
     @field_validator("lr_scaling", mode="before")
     @classmethod
     def _none_is_a_word(cls, value: Any) -> Any:
         return "none" if value is None or value is False or value == "off" else value
 
     @model_validator(mode="after")
-    def _batches_agree(self) -> TrainingConfig:
+    def _values_agree(self) -> TrainingConfig:
         if self.batch_size is not None and self.micro_batch not in ("auto", self.batch_size):
             raise combination_error(
                 ("batch_size", "micro_batch"),
                 f"batch_size {self.batch_size} contradicts micro_batch {self.micro_batch}; both mean the samples per "
                 "forward pass on one device, so keep one of them",
+            )
+        if self.schedule == "wsd" and self.warmup < 1 and self.decay < 1 and self.warmup + self.decay > 1:
+            raise combination_error(
+                ("warmup", "decay"),
+                f"warmup {self.warmup:g} and decay {self.decay:g} are more than the whole run; make one shorter",
             )
         if self.lr_scaling != "none" and self.base_batch is None:
             raise combination_error(

@@ -42,7 +42,7 @@ def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> Non
             f"scheduler must be one scheduler, not {_word(scheduler)}: join them, for instance in a "
             "torch.optim.lr_scheduler.SequentialLR"
         )
-    if scheduler is not None and not callable(scheduler) and not _has(scheduler, "step"):
+    if not (scheduler is None or callable(scheduler) or _has(scheduler, "step") or _has(scheduler, "before_step")):
         raise ConfigError(f"scheduler must have a method step, and {_word(scheduler)} has none: {_ORDER}")
 
 

@@ -24,7 +24,7 @@ from frameworm.engine.job import Ingredients, build_job
 from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.optimizers import build_optimizer
-from frameworm.engine.optim.schedule import AnySchedule, Schedule
+from frameworm.engine.optim.schedule import AnySchedule, schedule_of
 from frameworm.engine.session import run_job
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.loss import LossFunction
@@ -94,7 +94,7 @@ def train_workload(
     def make_schedule(total_steps: int | None) -> AnySchedule:
         if training.schedule_every == "epoch":
             raise ConfigError("training.schedule_every: training.schedule sets the rate of every step; leave it out")
-        return Schedule(optimizer, training.schedule, total_steps, training.warmup)
+        return schedule_of(optimizer, training, total_steps)
 
     loader = build_loader(config, workload, workload.train_data, evaluation=False)
     validation = None

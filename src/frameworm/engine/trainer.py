@@ -18,7 +18,7 @@ from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.ema import AveragedWeights
-from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, TorchSchedule
+from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, Schedule, TorchSchedule, schedule_of, warmed_up
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
 from frameworm.engine.summary import why_failed
@@ -42,7 +42,8 @@ class Trainer:
             the mean over; anything else after the loss is ignored. Not needed for a model that returns its loss, or for
             class scores with integer targets (cross-entropy).
         scheduler: A torch scheduler, stepped once per step (`schedule_every="epoch"`: once per epoch), a function that
-            makes one from the number of steps, or a schedule of `frameworm.engine.optim.schedule`.
+            makes one from the number of steps, or a schedule of `frameworm.engine.optim.schedule`. Without one the
+            keywords `schedule` and `warmup` name a course from the optimizer's own rates.
         config: Settings as a whole; keywords below win over it.
         callbacks: Listeners (`frameworm.Callback`, or objects with some of its methods) that are told of every step,
             epoch, checkpoint and the end.
@@ -186,15 +187,23 @@ class Trainer:
             yield self.model
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
-        scheduler, every = self._scheduler, self._config.training.schedule_every
+        scheduler, training = self._scheduler, self._config.training
+        every, warmup = training.schedule_every, training.warmup
         if callable(scheduler) and not hasattr(scheduler, "step") and not hasattr(scheduler, "before_step"):
             scheduler = scheduler(total_steps)
         if scheduler is not None and not hasattr(scheduler, "before_step"):
-            return TorchSchedule(scheduler, every)
+            return warmed_up(TorchSchedule(scheduler, every), self.optimizer, warmup, total_steps)
         if every != "auto":
             raise ConfigError(f"schedule_every={every!r} is for a torch scheduler, and none is given")
-        schedule: AnySchedule = NoSchedule() if scheduler is None else scheduler
-        return schedule
+        if scheduler is None:
+            # What nobody has chosen is not what the optimizer's own rate should follow.
+            kind = training.schedule if "schedule" in training.model_fields_set else "constant"
+            if kind != "constant" or warmup:
+                return schedule_of(self.optimizer, training, total_steps, kind)
+            return NoSchedule()
+        if warmup and isinstance(scheduler, Schedule):
+            raise ConfigError("training.warmup: the schedule that is given has a warm-up of its own; set it there")
+        return warmed_up(scheduler, self.optimizer, warmup, total_steps)
 
     def _device_kind(self) -> str:
         kind = self._config.gpu.device

@@ -15,6 +15,7 @@ from frameworm.config.load import load_config_from_mapping
 from frameworm.config.resolve import resolve
 from frameworm.data.steps import StepBatch
 from frameworm.engine.model.precision import Precision
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import NoSchedule, Schedule
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step import capture
@@ -111,6 +112,23 @@ def test_replays_train_as_the_eager_step_does(accumulation: int) -> None:
     torch.testing.assert_close(parameters(captured.model), parameters(eager.model), rtol=1e-5, atol=1e-6)
     assert captured.step.captured_steps == len(groups) - EAGER_STEPS - 1
     assert eager.step.captured_steps == 0
+
+
+@pytest.mark.parametrize("trial", [False, True])
+def test_replays_keep_averages_and_a_trial_leaves_them_alone(trial: bool) -> None:
+    batches = _batches(12)
+    captured, eager = Bench(trial=trial), Bench()
+    for bench in (captured, eager):
+        bench.eager.update.average(AveragedWeights(0.9, bench.model, bench.optimizer, Strategy(CPU)))
+    captured.train(*batches)
+    eager.step._refused = "for comparison"
+    eager.train(*batches)
+    first, second = (bench.eager.update.averages for bench in (captured, eager))
+    assert first is not None
+    assert second is not None
+    for name, average in first.tensors.items():
+        torch.testing.assert_close(average, second.tensors[name], rtol=1e-5, atol=1e-6)
+        assert not torch.equal(average, dict(captured.model.named_parameters())[name])
 
 
 def test_each_shape_is_recorded_once_and_a_step_counts_its_own_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -9,20 +10,27 @@ from typing import Any
 
 import torch
 
+from frameworm.config.training_section import TrainingConfig
 from frameworm.errors import ConfigError
 
 ONECYCLE_WARMUP = 0.3
 ONECYCLE_START = 1 / 25
 ONECYCLE_END = 1 / (25 * 1e4)
+WSD_DECAY = 0.2
 
 
 def _cosine(start: float, end: float, share: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
+def steps_of(length: float, total: int) -> float:
+    """A part of a run in steps: below 1 it is a share of all steps, else their number."""
+    return length if length >= 1 else length * total
+
+
 def onecycle(step: int, total: int, warmup: float) -> float:
     """Up to the peak along a cosine, then down along another, as torch's OneCycleLR (without cycling momentum)."""
-    peak = (warmup or ONECYCLE_WARMUP) * total - 1
+    peak = min(steps_of(warmup or ONECYCLE_WARMUP, total), total) - 1
     last = max(total - 1, 1)
     if step <= peak:
         return _cosine(ONECYCLE_START, 1.0, step / peak if peak > 0 else 1.0)
@@ -30,7 +38,7 @@ def onecycle(step: int, total: int, warmup: float) -> float:
 
 
 def _after_warmup(step: int, total: int, warmup: float, fall: Callable[[float], float]) -> float:
-    climb = round(warmup * total)
+    climb = round(steps_of(warmup, total))
     if step < climb:
         return (step + 1) / climb
     return fall(min(1.0, (step - climb) / max(total - climb, 1)))
@@ -51,28 +59,59 @@ def constant(step: int, total: int, warmup: float) -> float:
     return _after_warmup(step, total, warmup, lambda share: 1.0)
 
 
+FALLS: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1.0 - share,
+    "cosine": lambda share: _cosine(1.0, 0.0, share),
+    "sqrt": lambda share: 1.0 - math.sqrt(share),
+}
+
+
+def wsd(step: int, total: int, warmup: float, decay: float = WSD_DECAY, decay_shape: str = "linear") -> float:
+    """Warm-up, stable, decay: a linear climb, then no change, then down to zero over the last steps.
+
+    Args:
+        decay: How long it falls, as for `steps_of`.
+        decay_shape: Along what, one of `FALLS`.
+    """
+    begin = max(total - round(steps_of(decay, total)), round(steps_of(warmup, total)))
+    if step < begin:
+        return constant(step, total, warmup)
+    return FALLS[decay_shape](min(1.0, (step - begin) / max(total - begin, 1)))
+
+
 SHAPES: dict[str, Callable[[int, int, float], float]] = {
     "onecycle": onecycle,
     "cosine": cosine,
     "linear": linear,
     "constant": constant,
+    "wsd": wsd,
 }
 
 
 class Schedule:
-    """Sets the rate of every parameter group for each step. It has no state beyond the step number."""
+    """Sets the rate of every parameter group for each step. It has no state beyond the step number.
+
+    Args:
+        optimizer: Its groups have their peak rates.
+        kind: One of `SHAPES`.
+        total_steps: Of the whole run; None: unknown.
+        warmup: How long it climbs, as for `steps_of`.
+        more: Further arguments of the shape.
+    """
 
     metric: str | None = None
     note: str | None = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: str, total_steps: int | None, warmup: float) -> None:
-        if total_steps is None and (kind != "constant" or warmup):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: str, total_steps: int | None, warmup: float, **more: Any
+    ) -> None:
+        if total_steps is None and (kind != "constant" or 0 < warmup < 1):
             raise ConfigError(
                 f"training.schedule: {kind} needs to know how many steps there will be, and the data set has no "
-                "length; set training.max_steps, or schedule: constant"
+                "length; set training.max_steps, or schedule: constant (with a warmup in steps)"
             )
         self._optimizer = optimizer
-        self._shape = SHAPES[kind]
+        self._shape = functools.partial(SHAPES[kind], **more)
         self._total = total_steps or 1
         self._shift = 0
         self._warmup = warmup
@@ -170,6 +209,91 @@ class TorchSchedule:
         self._scheduler.load_state_dict(state)
 
 
+class WarmUp:
+    """Another schedule whose first rates climb to what it sets; it does not notice.
+
+    Args:
+        schedule: Sets the rates.
+        optimizer: Where it sets them.
+        steps: How many climb.
+    """
+
+    def __init__(self, schedule: TorchSchedule | NoSchedule, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._steps = steps
+        self._usual: list[float] | None = None
+        self.metric = schedule.metric
+        climb = f"the learning rate climbs over the first {steps} steps (training.warmup)"
+        self.note: str | None = climb if schedule.note is None else f"{schedule.note}; {climb}"
+
+    def before_step(self, step: int) -> None:
+        """Lower the rates of an early step."""
+        self._schedule.before_step(step)
+        if step < self._steps:
+            groups = self._optimizer.param_groups
+            self._usual = [float(group["lr"]) for group in groups]
+            _set_rates(groups, [rate * (step + 1) / self._steps for rate in self._usual])
+
+    def after_step(self) -> None:
+        """Put the rates back before the schedule goes on from them."""
+        if self._usual is not None:
+            _set_rates(self._optimizer.param_groups, self._usual)
+            self._usual = None
+        self._schedule.after_step()
+
+    def after_epoch(self, metric: float | None) -> None:
+        """An epoch has passed."""
+        self._schedule.after_epoch(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the schedule: how far the rates have climbed follows from the step's number."""
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the saved schedule stood."""
+        self._schedule.load_state_dict(state)
+
+
+def _set_rates(groups: list[dict[str, Any]], rates: list[float]) -> None:
+    for group, rate in zip(groups, rates):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def schedule_of(
+    optimizer: torch.optim.Optimizer, training: TrainingConfig, total_steps: int | None, kind: str | None = None
+) -> Schedule:
+    """The schedule that a config names.
+
+    Args:
+        kind: Instead of `training.schedule`.
+    """
+    name = training.schedule if kind is None else kind
+    more = {"decay": training.decay, "decay_shape": training.decay_shape} if name == "wsd" else {}
+    return Schedule(optimizer, name, total_steps, training.warmup, **more)
+
+
+def warmed_up(
+    schedule: TorchSchedule | NoSchedule, optimizer: torch.optim.Optimizer, warmup: float, total_steps: int | None
+) -> AnySchedule:
+    """A schedule with a warm-up before it, as for `steps_of`; itself without one.
+
+    Raises:
+        ConfigError: The warm-up is a share of a number of steps that is not known.
+    """
+    if not warmup:
+        return schedule
+    if total_steps is None and warmup < 1:
+        raise ConfigError(
+            f"training.warmup: {warmup:g} is a share of the steps, and the data set has no length; give a number of "
+            "steps, or set training.max_steps"
+        )
+    return WarmUp(schedule, optimizer, round(steps_of(warmup, total_steps or 1)))
+
+
 class NoSchedule:
     """The rates stay as the optimizer has them."""
 
@@ -203,4 +327,4 @@ def _needed_argument(step: Any) -> str | None:
     return next((item.name for item in parameters if item.default is item.empty and item.kind in kinds), None)
 
 
-AnySchedule = Schedule | TorchSchedule | NoSchedule
+AnySchedule = Schedule | TorchSchedule | WarmUp | NoSchedule

@@ -298,9 +298,12 @@ def _soon(config: Config, steps: int) -> dict[str, Any]:
     """As long a run that the rate has climbed to its peak halfway: at the foot of a long climb nothing is learned."""
     training = config.training
     most = 2 * steps
-    if training.warmup and training.schedule != "onecycle":  # which begins high enough
+    if 0 < training.warmup < 1 and training.schedule != "onecycle":  # which begins high enough
         most = max(most, math.ceil(steps / 2 / training.warmup))
-    return {"max_steps": most if training.max_steps is None else max(min(most, training.max_steps), steps)}
+    most = most if training.max_steps is None else max(min(most, training.max_steps), steps)
+    # A climb of a number of steps is as long in a short run, unless it is told otherwise.
+    shorter = {"warmup": min(training.warmup, max(1.0, steps // 2))} if training.warmup >= 1 else {}
+    return {"max_steps": most, **shorter}
 
 
 class _CurveGate(Gate):
