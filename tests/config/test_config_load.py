@@ -78,7 +78,7 @@ BAD_FILES = [
     ),
     (
         "training:\n  schedule: cosin\n",
-        "x.yaml:2: training.schedule: expected one of onecycle, cosine, linear, constant, got 'cosin'; "
+        "x.yaml:2: training.schedule: expected one of onecycle, cosine, linear, constant, wsd, got 'cosin'; "
         "did you mean cosine?",
     ),
     (

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from workbench import Sequences, Steps, classification
 
 from frameworm import Trainer
+from frameworm.config.schema import Config, TrainingConfig
 from frameworm.distributed import OptimizedDataLoader
+from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.models.gpt import GPT
 from frameworm.records.schema import RunRecord
 
@@ -84,6 +86,9 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     if kind in ("sgd", "fused_sgd"):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=kind == "fused_sgd")
+    if kind == "muon":
+        training = TrainingConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
+        return build_optimizer(model, Config(training=training))
     if kind == "adagrad":
         return torch.optim.Adagrad(groups, lr=0.05)
     return torch.optim.AdamW(groups, lr=0.01, fused=kind == "fused")

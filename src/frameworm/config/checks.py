@@ -202,6 +202,9 @@ def _sharding(config: Config) -> Iterator[Problem]:
     elif parallel.offload_optimizer and gpu.device == "cpu":
         text = "true frees a GPU's memory and gpu.device is cpu; leave it out"
         yield Problem((key("parallel.offload_optimizer"), key("gpu.device")), text)
+    elif parallel.offload_optimizer and config.training.optimizer == "muon":
+        text = "muon gathers whole matrices between GPUs and true keeps them in host memory; leave it out, or use adamw"
+        yield Problem((key("parallel.offload_optimizer"), key("training.optimizer")), text)
     elif parallel.offload_optimizer and gpu.mixed_precision == "fp16":
         text = "the loss scale of fp16 lives on the GPU and gradients would not; use bf16"
         yield Problem((key("parallel.offload_optimizer"), key("gpu.mixed_precision")), text)

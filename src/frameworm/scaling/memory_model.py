@@ -146,7 +146,7 @@ class Setting:
 
     @property
     def state_copies(self) -> int:
-        """Tensors of a parameter's size that the optimizer keeps."""
+        """Tensors of a parameter's size that the optimizer keeps, at most (Muon has one for its matrices)."""
         if self.optimizer == "sgd":
             return 1 if self.momentum else 0
         return 2

@@ -16,7 +16,7 @@ from frameworm.scaling.memory_model import capacity
 log = logging.getLogger("frameworm")
 
 GROUP = "config"
-_STATE_BYTES = {"adamw": 8, "sgd": 4}
+_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}  # muon: at most; its matrices have 4
 _BF16_FROM = 8.0  # compute capability
 _SEVERAL = ("ddp", "zero1", "zero2", "zero3")
 
@@ -107,7 +107,7 @@ def _plan(
 def _plan_facts(planner: MemoryPlanner, resolved: Config, machine: MachineFacts) -> PlanFacts:
     """Only what the checklist asks for: each further size or mode is a dry run of a second or two."""
     setting, fraction, training = planner.setting, planner.memory_fraction, resolved.training
-    state = _STATE_BYTES[training.optimizer] if training.optimizer == "adamw" or training.momentum else 0
+    state = _STATE_BYTES[training.optimizer] if training.optimizer != "sgd" or training.momentum else 0
     parameters = planner.shapes.parameters
     total = machine.memory_bytes
     if planner.device == "cuda":

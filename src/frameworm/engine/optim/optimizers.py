@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,10 @@ from torch import nn
 
 from frameworm.config.resolve import effective_lr
 from frameworm.config.schema import Config
+from frameworm.engine.optim.muon import MUON_EPS, MuonAdamW, hidden_matrices
+from frameworm.errors import ConfigError
+
+log = logging.getLogger("frameworm")
 
 
 def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
@@ -18,11 +23,16 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
 
     Args:
         beside: Parameters that train beside the model.
+
+    Raises:
+        ConfigError: It has nothing to do for this model.
     """
     _leave_compiler_out()
     training = config.training
     parameters = [item for item in (*model.parameters(), *beside) if item.requires_grad]
-    matrices = [item for item in parameters if item.ndim >= 2]
+    hidden = _for_muon(model) if training.optimizer == "muon" else []
+    taken = set(map(id, hidden))
+    matrices = [item for item in parameters if item.ndim >= 2 and id(item) not in taken]
     vectors = [item for item in parameters if item.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": training.weight_decay},
@@ -33,7 +43,28 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
     fused = config.gpu.fused_optimizer is not False and all(item.is_floating_point() for item in parameters)
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=training.momentum, fused=fused)
+    if hidden:
+        muon = {"rule": "muon", "momentum": training.muon_momentum, "eps": MUON_EPS}
+        groups = [{"params": hidden, "weight_decay": training.weight_decay, **muon}, *groups]
+        log.info(
+            "Muon updates %d matrices of hidden layers (%s numbers), AdamW the other %d parameters (%s)",
+            len(hidden),
+            f"{sum(item.numel() for item in hidden):,}",
+            len(parameters) - len(hidden),
+            f"{sum(item.numel() for item in parameters if id(item) not in taken):,}",
+        )
+        return MuonAdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
     return torch.optim.AdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
+
+
+def _for_muon(model: nn.Module) -> list[nn.Parameter]:
+    hidden = [item for item in hidden_matrices(model) if item.requires_grad]
+    if not hidden:
+        raise ConfigError(
+            f"training.optimizer: muon is for the matrices of hidden layers, and {type(model).__name__} trains none; "
+            "use adamw"
+        )
+    return hidden
 
 
 def _leave_compiler_out() -> None:
