@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
+from frameworm.config.checkpoint_section import USUAL_METRICS
 from frameworm.config.describe import nearest, show, suggest
 from frameworm.config.keys import KeyPath
 from frameworm.config.model_sections import MODEL_SECTIONS, PythonModelConfig
@@ -70,6 +71,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_memory(config),
         *_spikes(config),
         *_fused_loss(config),
+        *_metrics(config),
         *_not_yet(config),
     ):
         found.setdefault(problem.keys[0], problem)
@@ -106,6 +108,22 @@ def _fused_loss(config: Config) -> Iterator[Problem]:
     if config.training.fused_loss and config.workload == "gpt":
         text = "gpt computes its loss in parts by a setting of its own; set model.fused_loss: true instead"
         yield Problem((key("training.fused_loss"), key("workload")), text)
+
+
+def _metrics(config: Config) -> Iterator[Problem]:
+    if config.workload not in MODEL_SECTIONS:
+        return
+    early_stop = config.training.early_stop
+    watched = {
+        "checkpoint.metric": config.checkpoint.metric,
+        "training.early_stop.metric": None if early_stop is None else early_stop.metric,
+        "training.schedule_metric": config.training.schedule_metric,
+    }
+    for name, metric in watched.items():
+        if metric is not None and metric not in USUAL_METRICS:
+            found, alike = nearest(metric, USUAL_METRICS)
+            words = f"expected one of {', '.join(USUAL_METRICS)}, got {show(metric)}{suggest(found, alike)}"
+            yield Problem((key(name),), f"{words}; other metrics are given to Trainer in Python")
 
 
 def _spikes(config: Config) -> Iterator[Problem]:

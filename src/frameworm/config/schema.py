@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+from frameworm.config.checkpoint_section import CheckpointConfig, EarlyStopConfig
 from frameworm.config.describe import nearest, section_of, show, suggest
 from frameworm.config.model_sections import (
     MODEL_SECTIONS,
@@ -23,51 +24,7 @@ from frameworm.config.model_sections import (
 from frameworm.config.observe_section import ObserveConfig, TargetsConfig
 from frameworm.config.problems import Origins
 from frameworm.config.section import Auto, Count, OffNone, OffWord, OnAuto, Section
-from frameworm.config.training_section import EarlyStopConfig, TrainingConfig
-
-
-class CheckpointConfig(Section):
-    """When the state of a run is saved."""
-
-    every_steps: Annotated[int | None, OffNone] = Field(
-        default=500, ge=1, description="Steps between checkpoints; off saves at the end and on interruption only."
-    )
-    every_minutes: Annotated[float | None, OffNone] = Field(
-        default=None, gt=0, description="Minutes between checkpoints, beside those of every_steps."
-    )
-    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay on disk.")
-    keep_best: int = Field(
-        default=0, ge=0, description="How many of the best stay beside them; each epoch that is one of them is saved."
-    )
-    metric: Literal["val_loss", "val_accuracy", "train_loss"] = Field(
-        default="val_loss", description="What makes a checkpoint the best: the figure of its epoch."
-    )
-    mode: Literal["async", "sync"] = Field(
-        default="async", description="Write in a process beside training, or pause for it."
-    )
-    when_busy: Literal["skip", "wait"] = Field(
-        default="skip",
-        description="A save that comes due before the last one is durable: put it off until then, or wait.",
-    )
-    dir: Annotated[str | None, OffNone] = Field(
-        default=None,
-        description="A folder on faster storage (may be in memory) that files are written to before they are moved to "
-        "the run folder; not set writes to the run folder at once.",
-    )
-    compression: Annotated[Literal["off", "zstd", "auto"], OffWord] = Field(
-        default="off",
-        description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
-    )
-
-    @field_validator("dir")
-    @classmethod
-    def _dir_is_a_folder(cls, value: str | None) -> str | None:
-        if value == "auto":
-            raise ValueError(
-                "auto is not offered: leave dir out to write to the run folder at once, or name a folder on faster "
-                "storage"
-            )
-        return value
+from frameworm.config.training_section import TrainingConfig
 
 
 class ParallelConfig(Section):

@@ -6,18 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from frameworm.config.checkpoint_section import EarlyStopConfig, Metric
 from frameworm.config.problems import combination_error
 from frameworm.config.section import Auto, Count, OffNone, OffWord, Section, Share
-
-
-class EarlyStopConfig(Section):
-    """Stop when a metric no longer gets better."""
-
-    metric: Literal["val_loss", "val_accuracy", "train_loss"] = Field(
-        default="val_loss", description="What is watched."
-    )
-    patience: int = Field(default=3, ge=1, description="Epochs without improvement before training stops.")
-    min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as an improvement.")
 
 
 class TrainingConfig(Section):
@@ -57,6 +48,11 @@ class TrainingConfig(Section):
         default="auto",
         description="How often a torch scheduler given to Trainer is stepped; auto: every step, or every epoch if it "
         "takes a metric.",
+    )
+    schedule_metric: Annotated[Metric | None, OffNone] = Field(
+        default=None,
+        description="What a torch scheduler that takes a metric is given: val_loss, val_accuracy, train_loss, or "
+        "val_NAME of a metric given to Trainer; not set: val_loss, or val_accuracy if it wants a maximum.",
     )
     warmup: float = Field(
         default=0.0,

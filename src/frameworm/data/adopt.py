@@ -157,7 +157,7 @@ def _split_torch_loader(
         if loader.batch_size is None:
             return _split_batches(loader, rank, world_size)
         return (
-            _rebuilt(loader, loader.batch_size, loader.drop_last, seed),
+            rebuilt(loader, loader.batch_size, loader.drop_last, seed),
             f"The iterable data set of the given DataLoader is split among {world_size} ranks by taking turns, sample "
             "by sample; a data set that splits itself says so by shards_itself = True.",
         )
@@ -166,7 +166,7 @@ def _split_torch_loader(
         if _is_distributed(sampler):
             _check_ranks(sampler, rank, world_size)
             if not may_pad and type(sampler) is DistributedSampler and loader.batch_size is not None:
-                return _rebuilt(loader, loader.batch_size, False, seed), (
+                return rebuilt(loader, loader.batch_size, False, seed), (
                     "The validation loader's DistributedSampler repeats samples to make the ranks even; every sample "
                     "is counted once instead."
                 )
@@ -183,10 +183,12 @@ def _split_torch_loader(
             "sampler= and batch_size= instead, or let it yield this rank's batches only and give it the attributes "
             "num_replicas and rank"
         )
-    return _split_samples(loader, batch_sampler, world_size, seed)
+    return _split_samples(loader, batch_sampler, world_size, seed, evaluation=not may_pad)
 
 
-def _split_samples(loader: DataLoader[Any], batches: BatchSampler, world_size: int, seed: int) -> tuple[Any, str]:
+def _split_samples(
+    loader: DataLoader[Any], batches: BatchSampler, world_size: int, seed: int, *, evaluation: bool
+) -> tuple[Any, str]:
     """A loader of ours over the same data set, in the order the given one would have used."""
     sampler, dataset = batches.sampler, loader.dataset
     shuffle = isinstance(sampler, RandomSampler)
@@ -195,26 +197,31 @@ def _split_samples(loader: DataLoader[Any], batches: BatchSampler, world_size: i
         own, order = None, "a new order in every epoch" if shuffle else "the data set's order"
     else:
         own, order = sampler, f"the order its {type(sampler).__name__} draws"
+    drop_last = batches.drop_last
+    if evaluation and drop_last and own is None and not shuffle:
+        # One process leaves out what is left after its own batches; several must not leave out more.
+        own, drop_last = range(len(sampler) // batches.batch_size * batches.batch_size), False  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None) or loader.generator
     if isinstance(generator, torch.Generator):
         seed = _first_ranks(generator.initial_seed() % SEED_LIMIT)
-    rebuilt = _rebuilt(
+    split = rebuilt(
         loader,
         batches.batch_size,
-        batches.drop_last,
+        drop_last,
         seed,
         shuffle=shuffle,
         sampler=own,
     )
-    return rebuilt, (
+    return split, (
         f"The given DataLoader has no distributed sampler: its samples are split among {world_size} ranks, "
         f"{batches.batch_size} per rank and micro-batch, in {order}."
     )
 
 
-def _rebuilt(
+def rebuilt(
     loader: DataLoader[Any], batch_size: int, drop_last: bool, seed: int, shuffle: bool = False, sampler: Any = None
 ) -> OptimizedDataLoader:
+    """A loader of ours over the data set of a torch loader, with its workers and its way to put batches together."""
     return OptimizedDataLoader.create(
         loader.dataset,
         batch_size,

@@ -231,6 +231,12 @@ class OptimizedDataLoader:
         return None if self._owns_samples and placement.world_size > 1 else self._sampler
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether ranks take turns at the samples of a stream, which come in one order for any number of ranks."""
+        self._ready()
+        return self._is_stream and not self._owns_samples and not self._workers_own
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; TypeError for a stream of unknown length."""
         placement = self._ready()

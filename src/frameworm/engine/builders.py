@@ -40,10 +40,11 @@ from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.optim.update import Update
 from frameworm.engine.run_output import RunOutput
 from frameworm.engine.step.capture import CapturedStep, make_recorder
-from frameworm.engine.step.evaluation import NO_ACCURACY
+from frameworm.engine.step.evaluation import NO_ACCURACY, why_unwatched
 from frameworm.engine.step.flops import FlopWatch
 from frameworm.engine.step.graphs import GraphRecorder
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.metrics import Metrics
 from frameworm.engine.step.step import TrainStep
 from frameworm.engine.summary import Tally, count_parameters, describe_device
 from frameworm.errors import ConfigError
@@ -89,7 +90,8 @@ def prepare_model(job: Job) -> PreparedModel:
     apply_checkpointing(job.model, config.memory)
     wrapped = strategy.place(job.model)
     strategy.scale_losses_by(job.precision.loss_scale)
-    recorder, note = make_recorder(config.gpu.capture, strategy)
+    handed = [type(item).__name__ for item in job.callbacks if Events([item]).wants_batches]
+    recorder, note = make_recorder(config.gpu.capture, strategy, handed)
     layout = False if strategy.shards_parameters else config.gpu.channels_last
     if wants_channels_last(layout, job.model, job.precision, strategy.device, compiled=config.gpu.compile_model):
         job.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -116,6 +118,7 @@ class StepParts:
     halving_note: str | None
     watched: dict[str, str]
     flops: FlopWatch
+    metrics: Metrics
 
 
 def build_step(job: Job, prepared: PreparedModel) -> StepParts:
@@ -159,7 +162,10 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         step = CapturedStep(eager, recorder, clock, trial=config.gpu.capture == "auto")
     eager.flops = flops = watch_flops(job, prepared, clock)
     drawing = Walk({"model": job.model, "loss_fn": job.loss_fn}).generators  # looked for once: models are large
-    held = Held({**users_parts(job.train.loader, "loader"), **users_parts(job.validation, "validation"), **drawing})
+    parts = users_parts(job.train.loader, "loader")
+    for name, loader in job.validation.items():
+        parts.update(users_parts(loader, f"validation.{name}" if name else "validation"))
+    held = Held({**parts, **drawing})
     state = TrainingState(
         job.model,
         job.optimizer,
@@ -172,10 +178,12 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         job.train.workers,
         update.averages,
     )
+    job.state = state
     halving, note = make_halving(config.memory.on_oom, step, job.batch, state)
     watched = find_watched(job, schedule, loss_function)
+    metrics = Metrics(job.metrics, strategy)
     return StepParts(
-        step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched, flops
+        step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched, flops, metrics
     )
 
 
@@ -211,12 +219,17 @@ def find_watched(job: Job, schedule: AnySchedule, loss_function: LossFunction) -
     }
     watched = {setting: metric for setting, metric in metrics.items() if metric is not None and metric != "train_loss"}
     for setting, metric in watched.items():
-        if job.validation is None:
+        if not job.validation:
             raise ConfigError(
                 f"{setting} watches {metric}, and there is no validation set; give one, or watch train_loss"
             )
         if metric == "val_accuracy" and not loss_function.may_score:
             raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
+        # What a metric returns may be several numbers under names of their own: they show in the first validation.
+        begins = [f"val_{name}" for name in ("loss", "accuracy", *job.metrics)]
+        begins += [f"val_{name}_" for name in job.validation if name]
+        if not metric.startswith(tuple(begins)):
+            raise ConfigError(why_unwatched(setting, metric, [f"val_{name}" for name in job.metrics]))
     return watched
 
 
@@ -286,7 +299,7 @@ def build_protection(job: Job, parts: StepParts, output: Output) -> Protection:
     """Make everything that watches over a run."""
     config, strategy, state, number = job.config, job.strategy, parts.state, output.number
     rank, world_size = strategy.rank, strategy.world_size
-    request = StopRequest()
+    request = job.request
     store = shared_store(f"session{number}")
     agreement = StopAgreement(request, store, rank, world_size, lookahead=parts.clock.max_steps_ahead + 1)
     bad_numbers = BadNumbers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from frameworm.config.checkpoint_section import prefers_higher
 from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.data.prefetch import move_batch
 from frameworm.engine.checkpoint.commit import figure_of
@@ -49,13 +51,16 @@ class Exported:
     averaged: bool = False
 
 
-def choose_checkpoint(folder: RunFolder, which: str, metric: str = "val_loss") -> StoredCheckpoint:
+def choose_checkpoint(
+    folder: RunFolder, which: str, metric: str = "val_loss", highest: bool | None = None
+) -> StoredCheckpoint:
     """A checkpoint of a run.
 
     Args:
         folder: The run.
         which: `latest`, `best` (by `metric`, of those saved at the end of an epoch), or the number of a step.
         metric: The figure that `best` is about.
+        highest: Whether its highest value is the best; None: as its name says.
 
     Raises:
         CheckpointError: There is none.
@@ -73,7 +78,7 @@ def choose_checkpoint(folder: RunFolder, which: str, metric: str = "val_loss") -
                 f"{folder.path} has no checkpoint from the end of an epoch with a {metric}: train with "
                 "checkpoint.keep_best=1, or export the latest"
             )
-        figures.sort(key=lambda pair: pair[0], reverse=metric == "val_accuracy")
+        figures.sort(key=lambda pair: pair[0], reverse=prefers_higher(metric) if highest is None else highest)
         return figures[0][1]
     if not which.isdecimal():
         raise CheckpointError(f"--checkpoint takes latest, best or the number of a step, not {which}")
@@ -156,15 +161,26 @@ def export_weights(
             tensors[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
     about = {"format": "pt", "step": str(stored.step), "run": folder.run_name() or ""}
     about["weights"] = "ema" if averaged else "trained"
-    content = save(tensors, about)
+    size = write_weights(target, tensors, about)
+    count = sum(item.numel() for item in tensors.values())
+    return Exported(str(target), stored.step, len(tensors), count, size, averaged=averaged)
+
+
+def write_weights(target: Path, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> int:
+    """Write tensors as one safetensors file, whole or not at all; returns its size in bytes.
+
+    Raises:
+        RunFolderError: The file cannot be written.
+    """
+    # Tied weights are written once each: whoever loads them ties them again.
+    content = save({name: item.detach().cpu().contiguous().clone() for name, item in tensors.items()}, about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:
             file.write(content)
     except OSError as error:
         raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
-    count = sum(item.numel() for item in tensors.values())
-    return Exported(str(target), stored.step, len(tensors), count, len(content), averaged=averaged)
+    return len(content)
 
 
 def export_compiled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from frameworm.errors import ConfigError, DataError
 from frameworm.records.events import EVENTS, Listener
 
 _ORDER = "Trainer(model, optimizer, loss_fn, scheduler)"
+_SET_NAME = re.compile(r"[A-Za-z0-9_][\w.@-]*")
 _LOADERS = (DataLoader, OptimizedDataLoader, CudaDataLoader)
 
 
@@ -50,7 +52,9 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise ConfigError(
             f"optimizer must be one optimizer, not {_word(optimizer)}: give its parameter groups the settings of each "
-            "(AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]))"
+            "(AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])). A step that updates several in turn, as "
+            "that of a GAN does, stays in your own loop: `frameworm profile` and `frameworm tune` take that script "
+            "as it is"
         )
     if isinstance(optimizer, type):
         raise ConfigError(
@@ -95,12 +99,25 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
     return found
 
 
-def check_loader(loader: Any, name: str) -> None:
+def check_loader(loader: Any, name: str, *, several: bool = False) -> None:
     """Refuse several loaders in the place of one.
+
+    Args:
+        several: Whether a mapping from names to loaders is taken.
 
     Raises:
         DataError: Says which.
     """
+    if several and isinstance(loader, Mapping):
+        if not loader:
+            raise DataError(f"{name} is an empty mapping; give loaders by name, or None")
+        for key, item in loader.items():
+            if not isinstance(key, str) or not _SET_NAME.fullmatch(key):
+                raise DataError(f"{name}: {key!r} is no name for a validation set; use letters, digits and _ . @ -")
+            check_loader(item, f"{name}[{key!r}]")
+            if item is None or isinstance(item, torch.Tensor):
+                raise DataError(f"{name}[{key!r}] must be a loader, not {_word(item)}")
+        return
     items = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
     if any(isinstance(item, _LOADERS) for item in items):
         raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from frameworm.data.adopt import adopt_loader
 from frameworm.data.batches.real_tokens import FewWidths, PaddingPlanner
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.steps import StepSource
+from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.engine.experiment import describe_experiment
 from frameworm.engine.faults.out_of_memory import Advise
 from frameworm.engine.gate import Gate
@@ -28,10 +29,12 @@ from frameworm.engine.model.processors import apply_processors
 from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule
 from frameworm.engine.run_output import RunOutput, open_output
-from frameworm.errors import DataError
+from frameworm.engine.step.metrics import higher_is_better
+from frameworm.errors import ConfigError, DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.launch.environment import ProcessInfo, detect
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
+from frameworm.launch.stopping import StopRequest
 from frameworm.numerics.randomness import seed_everything
 from frameworm.parallel.beside import Beside
 from frameworm.parallel.choose import choose_strategy
@@ -56,7 +59,7 @@ class Job:
     precision: Precision
     batch: Batch
     train: StepSource
-    validation: Iterable[Any] | None
+    validation: Mapping[str, Any]  # loaders by the name of their set; a single one has the name ""
     open_output: Callable[[], RunOutput]  # called once all else fits, so that a refused job leaves no folder behind
     saves: bool = True  # whether there will be a run folder
     callbacks: Sequence[Listener] = ()
@@ -67,6 +70,10 @@ class Job:
     padding: PaddingPlanner | None = None  # says of every batch which tokens are padding, to leave them out
     widths: FewWidths | None = None  # pads batches on
     averages: AveragedWeights | None = None  # of the weights; at first those of an earlier train()
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # the user's, computed in validation
+    request: StopRequest = field(default_factory=StopRequest)
+    trainer: Any = None  # what callbacks are handed
+    state: TrainingState | None = None  # set by the session: what was trained
 
     @property
     def total_steps(self) -> int | None:
@@ -76,6 +83,18 @@ class Job:
         if training.max_steps is not None:
             total = training.max_steps if total is None else min(total, training.max_steps)
         return total
+
+
+class Running:
+    """What callbacks are handed in a run that has no `Trainer`."""
+
+    def __init__(self, job: Job) -> None:
+        self.model, self.optimizer, self.config = job.model, job.optimizer, job.config
+        self._request = job.request
+
+    def stop(self) -> None:
+        """As `Trainer.stop`."""
+        self._request.ask("stopped")
 
 
 @dataclass
@@ -93,6 +112,8 @@ class Ingredients:
         sets_backend: Whether torch's own switches follow the config, or stay as the caller has them.
         script: What was started, for runs without a name; None: the script of this process.
         notes: Said at the start, and again in the summary.
+        metrics: As `check_metrics` gives them.
+        trainer: What callbacks are handed; None: a `Running`.
     """
 
     model: nn.Module
@@ -110,6 +131,8 @@ class Ingredients:
     sets_backend: bool = True
     script: str | None = None
     notes: Sequence[str] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Any = None
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
@@ -119,6 +142,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         config: Checked, with every `auto` decided that the engine cannot decide itself.
         given: The caller's objects.
     """
+    config = settle_better(config, given.metrics)
     beside = find_beside(given.model, given.loss_fn, given.optimizer)
     untrained = untrained_note(given.model, beside, given.optimizer)
     process = join_group(config)
@@ -128,10 +152,10 @@ def build_job(config: Config, given: Ingredients) -> Job:
     experiment = None
     if given.run_dir is not None and config.name == Config.model_fields["name"].default:
         experiment = describe_experiment(given.model, given.train_loader, given.script)
-    device = _choose_device(config, process)
+    device = device_of(config, process)
     apply_processors(training, process.local_rank, process.local_world_size)
     if given.sets_backend:
-        _set_backend(config, device)
+        set_backend(config, device)
     if given.seed is not None:
         seed_everything(given.seed, process.rank)
     precision = Precision(config.gpu.mixed_precision, device)
@@ -145,11 +169,14 @@ def build_job(config: Config, given: Ingredients) -> Job:
     )
     strategy.check_optimizer(given.optimizer)
     accumulation = training.accumulation if isinstance(training.accumulation, int) else 1
-    loader, note = _adopt(given.train_loader, process, accumulation, seed, evaluation=False)
-    validation, val_note = None, None
-    if given.val_loader is not None:
-        validation, val_note = _adopt(given.val_loader, process, 1, seed, evaluation=True)
-        validation = CudaDataLoader(validation, device)
+    loader, note = adopt(given.train_loader, process, accumulation, seed, evaluation=False)
+    validation: dict[str, Any] = {}
+    val_notes: list[str | None] = []
+    sets = given.val_loader if isinstance(given.val_loader, Mapping) else {"": given.val_loader}
+    for name, item in sets.items() if given.val_loader is not None else ():
+        adopted, val_note = adopt(item, process, 1, seed, evaluation=True)
+        validation[name] = CudaDataLoader(adopted, device)
+        val_notes.append(val_note)
     micro = getattr(loader, "batch_size", None)
     global_batch = training.global_batch
     notes = list(given.notes)
@@ -171,7 +198,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
     if config.gpu.padding_free:
         few = config.gpu.capture != "off" or config.gpu.compile_model
         padding = PaddingPlanner(widen=few, widest=widest_input(given.model), pin=device.type == "cuda")
-    return Job(
+    job = Job(
         config=config,
         model=given.model,
         optimizer=given.optimizer,
@@ -202,13 +229,39 @@ def build_job(config: Config, given: Ingredients) -> Job:
         ),
         saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,
-        notes=[*notes, *(text for text in (note, val_note, untrained) if text)],
+        notes=[*notes, *(text for text in (note, *dict.fromkeys(val_notes), untrained) if text)],
         advise=given.advise,
         gate=given.gate,
         beside=beside,
         padding=padding,
         widths=widths,
+        metrics=given.metrics,
     )
+    job.trainer = given.trainer or Running(job)
+    return job
+
+
+def settle_better(config: Config, metrics: Mapping[str, Any]) -> Config:
+    """A copy of the config that says of every watched metric of the user's which values are better.
+
+    Raises:
+        ConfigError: Neither the config nor the metric says so.
+    """
+    config = config.model_copy(deep=True)
+    checkpoint, early_stop = config.checkpoint, config.training.early_stop
+    sections = {"checkpoint": checkpoint if checkpoint.keep_best else None, "early_stop": early_stop}
+    for place, section in sections.items():
+        if section is None or section.better != "auto" or section.metric.endswith(("loss", "accuracy")):
+            continue
+        known = [higher_is_better(item) for name, item in metrics.items() if section.metric.endswith(f"_{name}")]
+        higher = next((item for item in known if item is not None), None)
+        if higher is None:
+            raise ConfigError(
+                f"{place} watches {section.metric}, and nothing says whether more of it is better: set {place}.better "
+                "to higher or lower"
+            )
+        section.better = "higher" if higher else "lower"
+    return config
 
 
 def join_group(config: Config) -> ProcessInfo:
@@ -243,7 +296,8 @@ def backend_of(config: Config) -> str:
     return config.parallel.backend
 
 
-def _choose_device(config: Config, process: ProcessInfo) -> torch.device:
+def device_of(config: Config, process: ProcessInfo) -> torch.device:
+    """The device that this process computes on; a GPU becomes the current one."""
     gpu = config.gpu
     device = choose_device(gpu.device, process.device_index(torch.cuda.device_count()), gpu.device_ids)
     if device.type == "cuda":
@@ -251,7 +305,8 @@ def _choose_device(config: Config, process: ProcessInfo) -> torch.device:
     return device
 
 
-def _set_backend(config: Config, device: torch.device) -> None:
+def set_backend(config: Config, device: torch.device) -> None:
+    """Set torch's own switches as the config says."""
     gpu = config.gpu
     apply_backend_flags(
         tf32=gpu.tf32, benchmark=gpu.benchmark, deterministic=gpu.deterministic, flash_attention=gpu.use_flash_attention
@@ -260,7 +315,7 @@ def _set_backend(config: Config, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(gpu.memory_fraction, device)
 
 
-def _adopt(
+def adopt(
     loader: Any, process: ProcessInfo, accumulation: int, seed: int, *, evaluation: bool
 ) -> tuple[Any, str | None]:
     """The loader as this rank should read it; what was done to it is said once."""

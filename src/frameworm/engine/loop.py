@@ -20,7 +20,7 @@ from frameworm.engine.faults.spikes import SpikeWatch
 from frameworm.engine.gate import Gate
 from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.step.capture import CapturedStep
-from frameworm.engine.step.evaluation import NO_ACCURACY, Evaluation
+from frameworm.engine.step.evaluation import Evaluation, recorded_metrics, why_unwatched
 from frameworm.engine.step.loss import RETURNS
 from frameworm.engine.step.step import TrainStep
 from frameworm.errors import ConfigError, DataError, LossError
@@ -70,6 +70,7 @@ class AfterStep:
     ranks: RankWatch | None = None
     bad_numbers: BadNumbers | None = None
     spikes: SpikeWatch | None = None
+    batch_end: Callable[[], None] | None = None  # hands out the step's batches; None: nobody asks for them
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Requests:
     save: Callable[..., None]
     sum_over_ranks: Callable[[list[float]], list[float]]
     forget_steps: Callable[[], None]
-    validate: Callable[[], Evaluation] | None = None
+    validate: Callable[[], Mapping[str, Evaluation]] | None = None
+    wants_stop: Callable[[], bool] = lambda: False
 
 
 class TrainingLoop:
@@ -106,6 +108,7 @@ class TrainingLoop:
         self._before = before
         self._events, self._ranks = after.events, after.ranks
         self._bad_numbers, self._spikes = after.bad_numbers, after.spikes
+        self._batch_end, self._wants_stop = after.batch_end, requests.wants_stop
         self._save, self._validate = requests.save, requests.validate
         self._sum_over_ranks, self._forget_steps = requests.sum_over_ranks, requests.forget_steps
 
@@ -124,6 +127,7 @@ class TrainingLoop:
 
     def _run(self) -> str:
         progress = self.progress
+        stopped = False
         while not progress.finished and progress.epoch < self._limits.epochs:
             self._mode.enter()
             self._state.remember_epoch_start()
@@ -135,22 +139,34 @@ class TrainingLoop:
                 self._start_clock()
             reason = self._run_steps(steps)
             self._drain()
-            if reason is not None:
+            stopped = reason == "stopped"
+            if reason is not None and not stopped:
                 return reason
+            if stopped and not progress.step_in_epoch:
+                break
             if not progress.step_in_epoch and not self._out_of_steps():
                 raise DataError(self._source.why_empty(progress.epoch))
-            cut = self._out_of_steps() and progress.step_in_epoch != self._source.steps_in_epoch
+            cut = (stopped or self._out_of_steps()) and progress.step_in_epoch != self._source.steps_in_epoch
+            if stopped and cut:
+                self._state.before_last_validation()
             if cut:
                 self._state.cut_epoch()
             self._end_epoch(cut)
             self._state.forget_epoch_start()
             best = self._limits.keep_best
-            if best is not None and among_best(progress.epochs, best.metric, best.keep_best):
+            if best is not None and among_best(progress.epochs, best.metric, best.keep_best, best.prefers_higher):
                 # It waits for storage: one step later it would be another model.
                 self._look(self._spikes)
                 self._start_save(again=True)
+            if self._any_wants_stop():
+                progress.finished = True
+                return "stopped"
         progress.finished = True
-        return "completed"
+        return "stopped" if stopped else "completed"
+
+    def _any_wants_stop(self) -> bool:
+        """Whether a callback on any rank has asked to stop; asked between two epochs, where all ranks meet."""
+        return bool(self._sum_over_ranks([float(self._wants_stop())])[0])
 
     def _start_clock(self) -> None:
         copies = self._source.copies
@@ -167,7 +183,7 @@ class TrainingLoop:
         stop_before, prepare = before.agreement.stop_before, before.prepare
         gate, timed, turns = before.gate, before.timed_saves, before.save_turns
         save_every, max_steps = self._limits.save_every, self._limits.max_steps
-        update = self._step.update
+        update, batch_end = self._step.update, self._batch_end
         length, copies = self._source.steps_in_epoch, self._source.copies
         fresh = True
         while not self._out_of_steps():
@@ -218,6 +234,8 @@ class TrainingLoop:
             progress.step_in_epoch += 1
             progress.epoch_samples += batch.global_samples
             progress.validated = False
+            if batch_end is not None:
+                batch_end()
             if last:
                 if progress.step_in_epoch != length:
                     self._state.before_last_validation()
@@ -252,12 +270,14 @@ class TrainingLoop:
 
     def _run_validation(self) -> None:
         if self._validate is not None:
-            result = self._validate()
+            results = self._validate()
             self.progress.validated = True
-            self.progress.val_loss, self.progress.val_accuracy = result.loss, result.accuracy
+            first = next(iter(results.values()))
+            self.progress.val_loss, self.progress.val_accuracy = first.loss, first.accuracy
+            self.progress.val_metrics = recorded_metrics(results)
             for setting, metric in self._limits.watched.items():
-                if getattr(self.progress, metric) is None:
-                    raise ConfigError(f"{setting} watches {metric}, and {NO_ACCURACY}")
+                if self.progress.figure(metric) is None:
+                    raise ConfigError(why_unwatched(setting, metric, self.progress.val_metrics))
 
     def _drain(self) -> None:
         """Wait for everything that was measured, and hand it out."""
@@ -333,12 +353,13 @@ class TrainingLoop:
             val_loss=progress.val_loss,
             val_accuracy=progress.val_accuracy,
             samples_per_s=progress.epoch_samples / progress.epoch_s if progress.epoch_s else None,
+            metrics=dict(progress.val_metrics),
         )
         progress.end_epoch(record)
         schedule = self._step.update.schedule
         usual = record.train_loss if record.val_loss is None else record.val_loss
         if not cut:  # an epoch that a later run may finish has not told yet how good it is
-            schedule.after_epoch(usual if schedule.metric is None else getattr(record, schedule.metric))
+            schedule.after_epoch(usual if schedule.metric is None else record.figure(schedule.metric))
             progress.finished = progress.should_stop_early(self._limits.early_stop, record)
         self._events.on_epoch(record)
         progress.finished = progress.finished or self._out_of_steps()

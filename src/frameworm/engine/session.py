@@ -24,6 +24,7 @@ from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
+from frameworm.engine.step.step import SeenBatch, TrainStep
 from frameworm.engine.summary import count_per_epoch, fill_record, flatten_notes, judge_run, stop_error, summarise_rank
 from frameworm.hardware.products import achievable_flops
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
@@ -95,14 +96,31 @@ class TrainingSession:
                 make_timed_saves(checkpoint, protection.agreement) if saves else None,
                 None if store is None else make_save_turns(checkpoint, store, protection.agreement),
             ),
-            AfterStep(self._output.events, parts.ranks, protection.bad_numbers, protection.spikes),
+            AfterStep(self._output.events, parts.ranks, protection.bad_numbers, protection.spikes, self._handing_out()),
             Requests(
                 self._save,
                 self._sum_over_ranks,
                 self._output.tally.reset,
-                None if job.validation is None else self._validate,
+                self._validate if job.validation else None,
+                lambda: job.request.reason == "stopped",
             ),
         )
+
+    def _handing_out(self) -> Callable[[], None] | None:
+        """What hands the batches of a step to the callbacks that ask for them; None where none does."""
+        events, step, trainer = self._output.events, self._parts.step, self._job.trainer
+        if not events.wants_batches:
+            return None
+        assert isinstance(step, TrainStep), "a captured step hands nothing out"
+        seen: list[SeenBatch] = []
+        step.seen = seen
+
+        def hand_out() -> None:
+            for batch in seen:
+                events.on_batch_end(trainer, *batch)
+            seen.clear()
+
+        return hand_out
 
     def _before_step(self, number: int) -> None:
         if self._steps_to_check >= 0:
@@ -155,8 +173,10 @@ class TrainingSession:
                     self._job.gate.begin(inside)
                 with on_stream(None if recorder is None else recorder.stream):
                     self.record.stop_reason = reason = self._loop.run()
-                    status = "preempted" if reason == "memory" else reason
+                    status = {"memory": "preempted", "stopped": "completed"}.get(reason, reason)
                     early = self._state.progress.why_early(self._job.config.training)
+                    if reason == "stopped":
+                        reason, early = "completed", f"stopped after step {self._state.progress.step} by trainer.stop()"
                     if early is not None and reason == "completed":
                         self.record.stop_reason = "early_stop"
                         self._notes.append(early)
@@ -174,25 +194,28 @@ class TrainingSession:
             if self._job.gate is not None:
                 self._job.gate.end()
             close_loader(self._job.train.loader)
-            close_loader(self._job.validation)
+            for loader in self._job.validation.values():
+                close_loader(loader)
             self._job.strategy.close()
         self._finish(status, whole=True)
         if status != "completed":
             raise stop_error(self.record)
         return self.record
 
-    def _validate(self) -> Evaluation:
-        job = self._job
-        assert job.validation is not None
-        averages = self._parts.update.averages
+    def _validate(self) -> dict[str, Evaluation]:
+        job, parts = self._job, self._parts
+        averages = parts.update.averages
         averaged = contextlib.nullcontext() if averages is None else averages.in_place()
+        found = {}
         with self._model.compiler.uncompiled(), self._protection.guard.at_leisure(), averaged:
-            result = evaluate(job.model, job.validation, self._parts.loss_function, job.precision, job.strategy)
-        if result.note is not None and result.note not in self._notes:
-            self._notes.append(result.note)
-            if self._rank == 0:
-                log.warning("%s", result.note)
-        return result
+            for name, loader in job.validation.items():
+                result = evaluate(job.model, loader, parts.loss_function, job.precision, job.strategy, parts.metrics)
+                if result.note is not None and result.note not in self._notes:
+                    self._notes.append(result.note)
+                    if self._rank == 0:
+                        log.warning("%s", result.note)
+                found[name] = result
+        return found
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         return all_reduce_sums(values, self._job.strategy.device)

@@ -119,7 +119,7 @@ def fill_record(
     record.checkpoint = checkpoint
     if progress.epochs:
         last = progress.epochs[-1]
-        record.quality = Quality(last.train_loss, last.val_loss, last.val_accuracy)
+        record.quality = Quality(last.train_loss, last.val_loss, last.val_accuracy, dict(last.metrics))
 
 
 def summarise_communication(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from frameworm.config.checks import check_parallel
 from frameworm.config.schema import Config
 from frameworm.engine.given import check_callbacks, check_given, check_loader
+from frameworm.engine.inference import Inference, Trained
 from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.precision import backend_flags_kept
@@ -21,12 +22,15 @@ from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, Schedule, TorchSchedule, schedule_of, warmed_up
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
+from frameworm.engine.step.metrics import check_metrics
 from frameworm.engine.summary import why_failed
-from frameworm.errors import ConfigError, StateError
+from frameworm.errors import CheckpointError, ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
+from frameworm.launch.stopping import StopRequest
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord
+from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
 
@@ -45,8 +49,11 @@ class Trainer:
             makes one from the number of steps, or a schedule of `frameworm.engine.optim.schedule`. Without one the
             keywords `schedule` and `warmup` name a course from the optimizer's own rates.
         config: Settings as a whole; keywords below win over it.
-        callbacks: Listeners (`frameworm.Callback`, or objects with some of its methods) that are told of every step,
-            epoch, checkpoint and the end.
+        callbacks: Listeners (`frameworm.Callback`, or objects with some of its methods) that are told of every batch,
+            step, epoch, checkpoint and the end; they may call `stop()`.
+        metrics: What validation computes beside loss and accuracy, by name: functions of the outputs and targets of the
+            whole validation set that return a number, or metrics of torchmetrics. `f1` is recorded as `val_f1`, which
+            `early_stop`, `checkpoint.metric` and `schedule_metric` can watch.
         run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.
         **settings: Fields of the config by name, e.g. `clip_norm=1.0`, `accumulation=4`, `seed=0`, `every_steps=100`,
             or a section, `gpu=GPUConfig(...)`.
@@ -66,6 +73,7 @@ class Trainer:
         *,
         config: Config | None = None,
         callbacks: Sequence[Listener] | None = (),
+        metrics: Mapping[str, Any] | None = None,
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:
@@ -81,6 +89,13 @@ class Trainer:
         fields = type(self._config.gpu).model_fields
         self._sets_backend = config is not None or "gpu" in settings or any(name in fields for name in settings)
         self._callbacks = check_callbacks(callbacks)
+        for item in self._callbacks:
+            if isinstance(item, Listener):
+                item.trainer = self
+        self._metrics = check_metrics(metrics)
+        self._trained: Trained | None = None
+        self._running: StopRequest | None = None  # of the training that runs
+        self._record: RunRecord | None = None
         self._run_dir = run_dir
         self._began = False
         self._averages: AveragedWeights | None = None
@@ -129,23 +144,37 @@ class Trainer:
         return self
 
     def train(
-        self, train_loader: Any, val_loader: Any = None, epochs: int | None = None, *, resume: str | Path | None = None
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        epochs: int | None = None,
+        *,
+        resume: str | Path | None = None,
+        restore_best: bool = False,
     ) -> RunRecord:
         """Train for a number of epochs (1 unless set), validating after each if there is a `val_loader`.
 
         Args:
             train_loader: A DataLoader, an `OptimizedDataLoader` or any iterable of batches that can be read once per
                 epoch. In a distributed run a plain DataLoader is split over the ranks.
+            val_loader: The same for validation, or a mapping from names to several: the figures of each are recorded as
+                `val_<name>_loss` and so on, and those of the first also as `val_loss` and so on.
             resume: A run folder, to go on with a run that stopped; or `auto` for the run in `run_dir`, else the newest
                 unfinished one of the same name, and without a name of the same model, data and script.
+            restore_best: Leave the model with the weights of the best epoch, by `checkpoint.metric`, instead of the
+                last. The run's last checkpoint is that of the last step all the same.
 
         Raises:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
         """
         check_loader(train_loader, "train_loader")
-        check_loader(val_loader, "val_loader")
+        check_loader(val_loader, "val_loader", several=True)
         if epochs is not None:
             self._config = apply_settings(self._config, {"epochs": epochs})
+        if restore_best and self._run_dir is None and resume is None:
+            raise ConfigError("restore_best reads the best checkpoint, and run_dir=None leaves none; give a run_dir")
+        if restore_best and not self._config.checkpoint.keep_best:
+            self._config = apply_settings(self._config, {"keep_best": 1})
         self._began = True
         check_parallel(self._config)
         given = Ingredients(
@@ -160,16 +189,24 @@ class Trainer:
             resume=resume,
             seed=self._seed,
             sets_backend=self._sets_backend,
+            metrics=self._metrics,
+            trainer=self,
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
             job = build_job(as_python_run(self._config, self.model), given)
             job.averages = self._averages
+            self._running = job.request
             try:
-                record = run_job(job)
+                self._record = record = run_job(job)
             finally:
+                self._running = None
                 self._averages = job.averages
+                if job.state is not None:
+                    self._trained = Trained(job.config, job.strategy, job.precision, job.state)
         if record.status == "failed":
             log.error("%s", why_failed(record))
+        elif restore_best:
+            self.load("best")
         return record
 
     @contextlib.contextmanager
@@ -186,13 +223,98 @@ class Trainer:
         with self._averages.in_place():
             yield self.model
 
+    def stop(self) -> None:
+        """End the training that runs, from a callback on any rank: after a step, or an epoch, with a last validation.
+
+        The run is completed, as after an early stop. Several ranks first agree on the step, which may be some later.
+
+        Raises:
+            StateError: No training runs.
+        """
+        if self._running is None:
+            raise StateError("stop() ends a training, and none is running; call it in a callback")
+        self._running.ask("stopped")
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Score the model on a loader, over all ranks.
+
+        Returns:
+            `loss`, `accuracy` where the model classifies, and the trainer's metrics by their names.
+        """
+        check_loader(loader, "loader")
+        found = self._inference("evaluate").evaluate(loader, self._metrics)
+        scores = {"loss": found.loss}
+        if found.accuracy is not None:
+            scores["accuracy"] = found.accuracy
+        return {**scores, **found.metrics}
+
+    def predict(self, loader: Any) -> Any:
+        """The model's outputs for all samples of a loader, in the order of the data set, on the host.
+
+        Every rank gets all of them, each sample once. A loader that shuffles is read in order. Targets in the batches
+        are left out.
+
+        Returns:
+            Tensors joined along their first dimension, in tuples or mappings as the model returns them; its `logits` if
+            it has some. Where other dimensions differ, a list with a tensor per sample.
+
+        Raises:
+            DataError: The loader's samples cannot be put in order; the message says why.
+        """
+        check_loader(loader, "loader")
+        return self._inference("predict").predict(loader)
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and optimizer as safetensors into a folder; all ranks must call it.
+
+        Args:
+            path: A new folder, or one of an earlier call, which is replaced. With a name that ends in `.safetensors`
+                the weights alone are written, as one file.
+
+        Raises:
+            RunFolderError: Something else is there, or it cannot be written.
+        """
+        self._inference("save").save(Path(path))
+
+    def load(self, path: str | Path) -> int | None:
+        """Give model and optimizer the values that were saved, under any strategy and number of ranks.
+
+        Args:
+            path: What `save` wrote, a run folder (its newest checkpoint), one checkpoint of a run, or a .safetensors
+                file (weights alone). `best` and `latest` are checkpoints of this trainer's last run; for `best` train
+                with `keep_best=1`. To go on with a run as if it had not stopped, use `train(resume=...)`.
+
+        Returns:
+            The step after which the values were saved; None where that is not known.
+
+        Raises:
+            CheckpointError: There is nothing to load, or it is of another model or optimizer.
+        """
+        inference = self._inference("load")
+        if str(path) in ("best", "latest") and not Path(path).exists():
+            run_dir = None if self._record is None else self._record.run_dir
+            if run_dir is None:
+                raise CheckpointError(f"load({str(path)!r}) reads this trainer's last run, and there is none on disk")
+            return inference.load_best(RunFolder(run_dir), str(path))
+        return inference.load(Path(path))
+
+    def _inference(self, call: str) -> Inference:
+        if self._running is not None:
+            raise StateError(f"{call}() must wait until train() is over; in training, validation sets are evaluated")
+        return Inference(
+            self._config, self.model, self.optimizer, self._loss_fn, self._trained, sets_backend=self._sets_backend
+        )
+
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler, training = self._scheduler, self._config.training
         every, warmup = training.schedule_every, training.warmup
         if callable(scheduler) and not hasattr(scheduler, "step") and not hasattr(scheduler, "before_step"):
             scheduler = scheduler(total_steps)
         if scheduler is not None and not hasattr(scheduler, "before_step"):
-            return warmed_up(TorchSchedule(scheduler, every), self.optimizer, warmup, total_steps)
+            schedule = TorchSchedule(scheduler, every, training.schedule_metric)
+            return warmed_up(schedule, self.optimizer, warmup, total_steps)
+        if training.schedule_metric is not None:
+            raise ConfigError("schedule_metric is for a torch scheduler that takes a metric, and none is given")
         if every != "auto":
             raise ConfigError(f"schedule_every={every!r} is for a torch scheduler, and none is given")
         if scheduler is None:

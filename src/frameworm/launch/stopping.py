@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from frameworm.errors import StateError
 
-StopReason = Literal["interrupted", "preempted", "memory"]
+StopReason = Literal["interrupted", "preempted", "memory", "stopped"]  # stopped: by a callback
 
 _REASONS: dict[signal.Signals, StopReason] = {
     signal.SIGINT: "interrupted",
@@ -204,4 +204,5 @@ class StopAgreement:
         self._stop_step = max(int(step) for step, _, _ in posts) + self._lookahead
         self._details = [detail for _, _, detail in posts]
         reasons = {reason for _, reason, _ in posts}
-        self._reason = "interrupted" if "interrupted" in reasons else "memory" if "memory" in reasons else "preempted"
+        order: tuple[StopReason, ...] = ("interrupted", "memory", "preempted", "stopped")
+        self._reason = next(reason for reason in order if reason in reasons)

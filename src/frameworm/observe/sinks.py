@@ -36,6 +36,7 @@ class TensorBoardSink(Listener):
             "epoch/val_loss": epoch.val_loss,
             "epoch/val_accuracy": epoch.val_accuracy,
             "epoch/samples_per_s": epoch.samples_per_s,
+            **{f"epoch/{name}": value for name, value in epoch.metrics.items()},
         }
         self._scalars(values, epoch.epoch)
 

@@ -131,6 +131,7 @@ class DDPStrategy(Strategy):
         return None if self._compression is None else self._compression.describe()
 
     def close(self) -> None:
+        self._wrapped = None  # with the buckets of its gradients
         if self._compression is not None:
             self._compression.close()
 

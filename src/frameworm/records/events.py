@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
 
-EVENTS = {"on_run_start": 1, "on_step": 1, "on_epoch": 1, "on_checkpoint": 2, "on_run_end": 1}  # and their arguments
+EVENTS = {  # and their arguments
+    "on_run_start": 1,
+    "on_batch_end": 4,
+    "on_step": 1,
+    "on_epoch": 1,
+    "on_checkpoint": 2,
+    "on_run_end": 1,
+}
 _Call = Callable[..., Any]
 _Target = tuple["Listener", _Call]
 
@@ -18,12 +25,25 @@ class Listener:
     Attributes:
         must_not_break_training: True for listeners that only watch. When one of these raises, it is dropped with a
             note and training goes on; errors of all others reach the training loop.
+        trainer: The `Trainer` that this callback was given to; None for other listeners.
     """
 
     must_not_break_training: ClassVar[bool] = False
+    trainer: Any = None
 
     def on_run_start(self, record: RunRecord) -> None:
         """The run is about to take its first step."""
+
+    def on_batch_end(self, trainer: Any, batch: Any, outputs: Any, loss: Any) -> None:
+        """A step is done on this rank; called for each of its micro-batches, before the next step begins.
+
+        Args:
+            trainer: Has `model`, `optimizer` and `stop()`.
+            batch: As the loader gave it, on the device.
+            outputs: What the model returned, without gradients; None where `loss_fn(model, batch)` calls the model, or
+                the model returns its loss alone.
+            loss: On the device, without gradients: to read its value is to wait for the device.
+        """
 
     def on_step(self, step: StepRecord) -> None:
         """A step of this rank is complete; called for every step, so keep it cheap."""
@@ -57,6 +77,11 @@ class Events(Listener):
         self._collect()
 
     @property
+    def wants_batches(self) -> bool:
+        """Whether somebody listens to `on_batch_end`; batches and outputs are kept for nobody else."""
+        return bool(self._batch_end)
+
+    @property
     def listeners(self) -> Sequence[Listener]:
         """The listeners still being told."""
         return self._listeners
@@ -64,6 +89,10 @@ class Events(Listener):
     def on_run_start(self, record: RunRecord) -> None:
         """Tell all that the run begins."""
         self._tell(self._run_start, record)
+
+    def on_batch_end(self, trainer: Any, batch: Any, outputs: Any, loss: Any) -> None:
+        """Tell all of one micro-batch."""
+        self._tell(self._batch_end, trainer, batch, outputs, loss)
 
     def on_step(self, step: StepRecord) -> None:
         """Tell all of one step, but those who act."""
@@ -108,6 +137,7 @@ class Events(Listener):
     def _collect(self) -> None:
         """Look up once which listeners override what: a step then costs one call for each that cares."""
         self._run_start = self._overriding("on_run_start")
+        self._batch_end = self._overriding("on_batch_end")
         told = self._overriding("on_step")
         self._step = tuple(item for item in told if id(item[0]) not in self._acting)
         self._own_step = tuple(item for item in told if id(item[0]) in self._acting)

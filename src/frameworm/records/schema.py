@@ -79,6 +79,14 @@ class EpochRecord:
     val_loss: float | None
     val_accuracy: float | None
     samples_per_s: float | None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the user, and of further validation sets: val_f1, ...
+
+    def figure(self, name: str) -> float | None:
+        """A loss, an accuracy or a metric by its name; None where there is none."""
+        if name in ("train_loss", "val_loss", "val_accuracy"):
+            found: float | None = getattr(self, name)
+            return found
+        return self.metrics.get(name)
 
 
 @dataclass(slots=True)
@@ -140,6 +148,7 @@ class Quality:
     train_loss: float | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation, as in its epoch
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from frameworm.records.reading import MOST_BYTES, MOST_CONFIG_BYTES, parse_json,
 from frameworm.records.schema import EpochRecord, RunRecord
 from frameworm.records.writer import parse_step
 
-EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord))
+EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord) if item.name != "metrics")
 
 _STEPS_NAME = re.compile(r"steps-rank(\d+)\.jsonl")
 _FOLDER_NAME = re.compile(r"(?P<name>.+)-\d{8}-\d{6}(-\d+)?")
@@ -231,12 +231,14 @@ class RunFolder:
             raise RunFolderError(f"{self.summary_json} is damaged or no summary of frameworm: {error}") from error
 
     def write_epochs(self, epochs: Iterable[EpochRecord]) -> None:
-        """Write the table of epochs; a missing value is an empty cell."""
+        """Write the table of epochs; a missing value is an empty cell. Metrics follow in columns of their own."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(EPOCH_COLUMNS)
+        epochs = list(epochs)
+        metrics = list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
+        table.writerow([*EPOCH_COLUMNS, *metrics])
         for epoch in epochs:
-            values = dataclasses.astuple(epoch)
+            values = [*(getattr(epoch, name) for name in EPOCH_COLUMNS), *(epoch.metrics.get(name) for name in metrics)]
             table.writerow(["" if value is None else value for value in values])
         write_atomic(self.epochs_csv, text.getvalue())
 
@@ -260,6 +262,11 @@ class RunFolder:
                     val_loss=_cell(row["val_loss"]),
                     val_accuracy=_cell(row["val_accuracy"]),
                     samples_per_s=_cell(row["samples_per_s"]),
+                    metrics={
+                        name: value
+                        for name, text in row.items()
+                        if name is not None and name not in EPOCH_COLUMNS and (value := _cell(text)) is not None
+                    },
                 )
                 for row in rows
             ]

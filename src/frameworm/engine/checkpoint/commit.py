@@ -32,12 +32,14 @@ class Retention:
     Attributes:
         keep: The newest few.
         keep_best: Beside them those with the best figures, of the ones taken at the end of an epoch.
-        metric: Which figure; a smaller loss is better, and a larger accuracy.
+        metric: Which figure.
+        highest: Whether the highest is the best.
     """
 
     keep: int = 3
     keep_best: int = 0
     metric: str = "val_loss"
+    highest: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _best(paths: Sequence[Path], retention: Retention) -> list[Path]:
         return []
     figures = [(figure_of(path, retention.metric), path) for path in paths]
     known = [(figure, path) for figure, path in figures if figure is not None]
-    known.sort(key=lambda item: item[0], reverse=retention.metric == "val_accuracy")
+    known.sort(key=lambda item: item[0], reverse=retention.highest)
     return [path for _, path in known[: retention.keep_best]]
 
 
@@ -159,7 +161,8 @@ def figure_of(path: Path, metric: str) -> float | None:
         progress = json.loads(read_text(path / manifests.NAME, manifests.MOST_BYTES))["content"]["shared"]["progress"]
         if progress["step_in_epoch"] or not progress["epochs"]:
             return None
-        value = progress["epochs"][-1][metric]
+        last = progress["epochs"][-1]
+        value = last[metric] if metric in last else last["metrics"][metric]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

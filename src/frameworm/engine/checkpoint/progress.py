@@ -28,6 +28,7 @@ class Progress:
     validated: bool = False
     val_loss: float | None = None
     val_accuracy: float | None = None
+    val_metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     epochs_without_gain: int = 0
     finished: bool = False
@@ -53,6 +54,14 @@ class Progress:
         self.epoch_samples = 0
         self.validated = False
         self.val_loss = self.val_accuracy = None
+        self.val_metrics = {}
+
+    def figure(self, name: str) -> float | None:
+        """A value of the running epoch's validation, by the name it is recorded under."""
+        if name in ("val_loss", "val_accuracy"):
+            found: float | None = getattr(self, name)
+            return found
+        return self.val_metrics.get(name)
 
     def cut_epoch(self) -> None:
         """Remember where the running epoch, which `end_epoch` closes before its end, was left."""
@@ -81,8 +90,8 @@ class Progress:
         """Note the epoch's metric, and say whether it has stalled for too long. One that is not finite is no gain."""
         if rule is None:
             return False
-        value: float | None = getattr(record, rule.metric)
-        sign = -1.0 if rule.metric == "val_accuracy" else 1.0
+        value = record.figure(rule.metric)
+        sign = -1.0 if rule.prefers_higher else 1.0
         if value is None or not math.isfinite(value):
             better = False
         else:
@@ -103,9 +112,9 @@ class Progress:
         return f"stopped early after epoch {self.epoch}: {rule.metric} did not get better any more{best}"
 
 
-def among_best(epochs: Sequence[EpochRecord], metric: str, count: int) -> bool:
+def among_best(epochs: Sequence[EpochRecord], metric: str, count: int, highest: bool) -> bool:
     """Whether the last epoch is one of the best so many by a figure; one without a figure is not."""
-    sign = -1.0 if metric == "val_accuracy" else 1.0
-    figures = [sign * value for item in epochs if (value := getattr(item, metric)) is not None and math.isfinite(value)]
-    last = getattr(epochs[-1], metric) if epochs else None
+    sign = -1.0 if highest else 1.0
+    figures = [sign * value for item in epochs if (value := item.figure(metric)) is not None and math.isfinite(value)]
+    last = epochs[-1].figure(metric) if epochs else None
     return last is not None and math.isfinite(last) and sum(item < sign * last for item in figures) < count

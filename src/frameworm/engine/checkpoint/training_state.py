@@ -176,17 +176,19 @@ class TrainingState:
             setattr(self.progress, name, getattr(restored, name))
         return [*notes, *self._restore_ranks(saved.ranks)]
 
-    def load_values(self, shared: dict[str, Any], where: str) -> list[str]:
-        """Give model, loss, optimizer and averages the values of a checkpoint.
+    def load_values(self, shared: dict[str, Any], where: str, *, optimizer: bool = True) -> list[str]:
+        """Give model, loss, optimizer and averages the values of a checkpoint; returns what the user should know.
 
-        Returns:
-            What the user should know about it.
+        Args:
+            optimizer: Whether the optimizer gets its own.
 
         Raises:
             CheckpointError: The checkpoint is of another loss or optimizer.
         """
         self.strategy.load_model_state(self.model, shared["model"])
         notes = self._load_loss(shared.get("loss"), where)
+        if not optimizer:
+            return notes
         notes += self._follow(shared.get("trained"), shared["optimizer"])
         try:
             self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])

@@ -148,6 +148,7 @@ class TorchSchedule:
         scheduler: Has `step()`, or `step(metric)` as `ReduceLROnPlateau`.
         every: Whether it is stepped after every attempted `step` or every `epoch`; auto: every step, or every epoch if
             it takes a metric.
+        metric: The metric it is told, if it takes one; None: the accuracy if it wants a maximum, else a loss.
 
     Attributes:
         metric: The metric it must be told; None: the validation loss, or the training loss where there is none.
@@ -157,7 +158,7 @@ class TorchSchedule:
         ConfigError: It cannot be stepped so.
     """
 
-    def __init__(self, scheduler: Any, every: str = "auto") -> None:
+    def __init__(self, scheduler: Any, every: str = "auto", metric: str | None = None) -> None:
         name = type(scheduler).__name__
         argument = _needed_argument(scheduler.step)
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -172,12 +173,14 @@ class TorchSchedule:
             raise ConfigError(
                 f"training.schedule_every: {name} takes a metric, which is known once per epoch: set epoch"
             )
+        if metric is not None and not self._by_metric:
+            raise ConfigError(f"training.schedule_metric: {name} takes no metric; leave it out")
         self._per_epoch = self._by_metric or every == "epoch"
         wants_maximum = self._by_metric and getattr(scheduler, "mode", "min") == "max"
-        self.metric: str | None = "val_accuracy" if wants_maximum else None
+        self.metric: str | None = metric or ("val_accuracy" if wants_maximum else None)
         how = "once per step; schedule_every: epoch steps it once per epoch"
         if self.metric is not None:
-            how = "once per epoch, with the validation accuracy"
+            how = f"once per epoch, with {'the validation accuracy' if metric is None else metric}"
         elif self._by_metric:
             how = "once per epoch, with the validation loss, or the training loss if there is no validation set"
         elif self._per_epoch:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -299,8 +299,11 @@ class CapturedStep:
         log.warning("the step is not captured: %s; training goes on eagerly", reason)
 
 
-def make_recorder(mode: str, strategy: Strategy) -> tuple[GraphRecorder | None, str | None]:
+def make_recorder(mode: str, strategy: Strategy, handed: Sequence[str] = ()) -> tuple[GraphRecorder | None, str | None]:
     """What records the steps of a run, or None; and what the summary has to say if it was asked for in vain.
+
+    Args:
+        handed: Callbacks that are handed batches and outputs, which a replayed graph does not give out.
 
     Raises:
         DeviceError: `step` was asked for where there is no GPU.
@@ -315,6 +318,13 @@ def make_recorder(mode: str, strategy: Strategy) -> tuple[GraphRecorder | None, 
         return None, None
     if strategy.name != "single":
         reason = f"the step was not captured: strategy {strategy.name} works on several devices; capture is for one"
+        log.warning("%s", reason)
+        return None, reason
+    if handed:
+        reason = (
+            f"the step was not captured: {handed[0]}.on_batch_end is handed batches and outputs, which a graph "
+            "overwrites in its next replay; on_step does not keep a step from being captured"
+        )
         log.warning("%s", reason)
         return None, reason
     return GraphRecorder(strategy.device), None

@@ -1,19 +1,23 @@
-"""Validation: every sample once, sums over the ranks, nothing left changed in the model's mode."""
+"""Validation and prediction: every sample once, over all ranks, nothing left changed in the model's mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from frameworm.data.batches.sizes import UNKNOWN
-from frameworm.data.prefetch import move_batch
+from frameworm.data.places import Place, places_of
+from frameworm.data.prefetch import move_batch, tensors_in
 from frameworm.data.steps import SizedBatch, sized
 from frameworm.engine.model.modes import restore_modes, start_evaluation
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.metrics import Metrics
+from frameworm.engine.step.outputs import Outputs, on_host
 from frameworm.errors import DataError
 from frameworm.launch.process_group import all_reduce_sums, broadcast_object
 from frameworm.parallel.strategy import Strategy
@@ -32,13 +36,44 @@ class Evaluation(NamedTuple):
     accuracy: float | None
     samples: int
     note: str | None = None
+    metrics: dict[str, float] = {}  # noqa: RUF012 - nobody writes into it
+
+
+def recorded_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    """The metrics of a validation by the names under which an epoch records them.
+
+    Args:
+        results: Of each validation set by its name; the only one has none. The metrics of the first are also recorded
+            without its name, as its loss and accuracy are.
+    """
+    found: dict[str, float] = {}
+    for place, (name, result) in enumerate(results.items()):
+        if place == 0:
+            found.update((f"val_{metric}", value) for metric, value in result.metrics.items())
+        if name:
+            own = {"loss": result.loss, "accuracy": result.accuracy, **result.metrics}
+            found.update((f"val_{name}_{metric}", value) for metric, value in own.items() if value is not None)
+    return found
+
+
+def why_unwatched(setting: str, metric: str, there: Collection[str]) -> str:
+    """Why a setting cannot watch a metric that no validation has given."""
+    if metric.endswith("accuracy"):
+        return f"{setting} watches {metric}, and {NO_ACCURACY}"
+    known = ", ".join(["val_loss", "train_loss", *there])
+    return f"{setting} watches {metric}, which this training does not have; there are: {known}"
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Any], loss_function: LossFunction, precision: Precision, strategy: Strategy
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_function: LossFunction,
+    precision: Precision,
+    strategy: Strategy,
+    metrics: Metrics | None = None,
 ) -> Evaluation:
-    """Mean loss, and accuracy where the model classifies, over all samples of all ranks.
+    """Mean loss, accuracy where the model classifies, and the user's metrics, over all samples of all ranks.
 
     The unwrapped model is called: ranks may hold different numbers of batches, so no collective may hide in forward.
     Where one does, because parameters are gathered for it, every rank makes as many calls.
@@ -48,6 +83,10 @@ def evaluate(
     # loss x count, count, right answers, answers, samples; loss and number of batches; batches that tell no samples
     sums = torch.zeros(8, dtype=torch.float64, device=strategy.device)
     kind = ""
+    places = None if not metrics else _Placed(batches, strategy)
+    if metrics:
+        metrics.start()
+        loss_function.keeps_output = True
     try:
         for (batch, size), counts in _in_step(batches, strategy) if strategy.shards_parameters else _alone(batches):
             with precision.autocast:
@@ -67,7 +106,11 @@ def evaluate(
             if answers is not None:
                 sums[2] += answers[0]
                 sums[3] += answers[1]
+            if metrics and places is not None:
+                output = None if computed.output is None else loss_function.answer(computed)
+                metrics.add(output, computed.target, places.next(size, output))
     finally:
+        loss_function.keeps_output = False
         restore_modes(modes)
         strategy.after_evaluation(model)
     strategy.sum_over_ranks(sums)
@@ -79,7 +122,67 @@ def evaluate(
         loss_sum, count_sum = alike_sum, alike
         note = UNKNOWN.format(kind=kind or "on another rank", effect="in validation every batch weighs the same")
     mean = loss_sum / count_sum if count_sum else float("nan")
-    return Evaluation(mean, right / answered if answered else None, int(samples_seen), note)
+    found = metrics.finish() if metrics else {}
+    return Evaluation(mean, right / answered if answered else None, int(samples_seen), note, found)
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, batches: Iterable[Any], loss_function: LossFunction, precision: Precision, strategy: Strategy
+) -> Any:
+    """The model's outputs for all samples of all ranks, in order, on the host of every rank; see `Outputs.joined`.
+
+    Raises:
+        DataError: The loader is empty, or each rank reads samples of its own in an order that nobody knows.
+    """
+    strategy.sync_buffers(model)
+    placed, outputs = _Placed(batches, strategy), Outputs()
+    if not placed.known:
+        raise DataError(
+            "each rank reads samples of its own from this loader, so its predictions cannot be put in order; pass a "
+            "DataLoader without a distributed sampler, which is split here, or a data set that does not shard itself"
+        )
+    modes = start_evaluation([model])
+    try:
+        for (batch, size), counts in _in_step(batches, strategy) if strategy.shards_parameters else _alone(batches):
+            with precision.autocast:
+                output = loss_function.output_of(model, batch)
+            if counts:
+                outputs.add(on_host(output), placed.next(size, output))
+    finally:
+        restore_modes(modes)
+        strategy.after_evaluation(model)
+    found: Any = None
+    try:
+        found = outputs.joined()
+    except DataError as error:  # the other ranks wait for it
+        found = error
+    found = broadcast_object(found)
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
+class _Placed:
+    """Tells of each batch in turn where its samples belong; where nobody knows, after those of the ranks before."""
+
+    def __init__(self, batches: Any, strategy: Strategy) -> None:
+        found = places_of(batches, strategy.rank, strategy.world_size)
+        self.known = found is not None
+        self._places = repeat(None) if found is None else found
+        self._rank = strategy.rank
+        self._passed = 0
+
+    def next(self, size: int | None, output: Any) -> list[Place]:
+        """The places of the next batch, of `size` samples; None: as many as the output has rows."""
+        places = next(self._places, None)
+        if size is None:
+            first = next(tensors_in(output), None)
+            size = 1 if first is None or not first.dim() else first.size(0)
+        if places is not None:
+            return places(size)
+        self._passed += size
+        return [(self._rank, self._passed - size + item) for item in range(size)]
 
 
 def _alone(batches: Iterable[Any]) -> Iterator[tuple[SizedBatch, bool]]:

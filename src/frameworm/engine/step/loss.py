@@ -6,7 +6,6 @@ no inspection. `targets` and `output` are handed on where they are known, so tha
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import numbers
@@ -21,6 +20,15 @@ from torch import nn
 from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.engine.model.padding_free import is_planned, take_plan
 from frameworm.engine.step.accuracy import IGNORED_TARGET, ClassLosses, class_dimensions, right_answers
+from frameworm.engine.step.calls import (
+    describe,
+    first_parameter,
+    is_sequence,
+    names_after,
+    parameter_names,
+    positional_parameters,
+    takes_any_keyword,
+)
 from frameworm.errors import FramewormError, LossError
 
 log = logging.getLogger("frameworm")
@@ -64,6 +72,7 @@ class LossFunction:
     Attributes:
         notes: What the summary has to say about the loss.
         first_look: Called once, with the first batch that is to be computed without padding and what computes a loss.
+        keeps_output: Find out what the model returned, and the target, also where loss_fn(model, batch) calls it.
     """
 
     def __init__(
@@ -75,10 +84,10 @@ class LossFunction:
         self._model = model
         self._loss_fn = loss_fn
         called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-        self._takes_model = called is not None and _first_parameter(called) == "model"
-        self._forward_names = _parameter_names(model.forward)
-        self._required, self._most = _positional_parameters(model.forward)
-        self._takes_any_keyword = _takes_any_keyword(model.forward)
+        self._takes_model = called is not None and first_parameter(called) == "model"
+        self._forward_names = parameter_names(model.forward)
+        self._required, self._most = positional_parameters(model.forward)
+        self._takes_any_keyword = takes_any_keyword(model.forward)
         self._target_name: str | None = None
         self._class_dimension: int | None = None
         self._counts: bool | None = None
@@ -89,6 +98,8 @@ class LossFunction:
         self._asked_for_scoring = not self.may_score
         self.notes: list[str] = []
         self.first_look: Callable[[Any, Callable[[Any], torch.Tensor]], None] | None = None
+        self.keeps_output = False
+        self._asks_whole = False
         if accuracy is True and self._takes_model:
             raise LossError(
                 "accuracy=True needs to see the model's output: write loss_fn(output, target) instead of "
@@ -138,6 +149,39 @@ class LossFunction:
     def _by_whole(self, model: nn.Module, batch: Any) -> Computed:
         return self._own(model(batch), batch)
 
+    def output_of(self, model: nn.Module, batch: Any) -> Any:
+        """The model's answer to a batch, without a loss: its logits where it has some, else all that it returns.
+
+        The target of the batch, if there is one, is left out unless the model cannot do without it.
+        """
+        batch = take_plan(batch)
+        inputs, _ = self._split(batch)
+        if self._needs_all_of(batch, inputs):
+            inputs = _Inputs(batch)
+        if not self._asks_whole:
+            try:
+                return _logits(self._call(model, inputs))
+            except (*WRONG_KIND, RuntimeError, ValueError) as error:
+                if self._most != 1 or isinstance(batch, torch.Tensor) or "memory" in str(error):
+                    raise
+                try:
+                    output = model(batch)
+                except (*WRONG_KIND, RuntimeError, ValueError):
+                    log.debug("the model takes neither the input nor the whole batch", exc_info=True)
+                    output = None
+                if output is None:
+                    raise
+                self._asks_whole = True
+                return _logits(output)
+        return _logits(model(batch))
+
+    def answer(self, computed: Computed) -> Any:
+        """What a metric is given of a model's output: what the loss was computed from."""
+        output = computed.output
+        if self._way == self._by_user_pair:
+            return _logits(output) if self._takes_logits else output
+        return _logits(output) if self._way == self._by_user_whole else _scores(output)
+
     def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
         """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""
         if self._asked_for_scoring:
@@ -168,7 +212,7 @@ class LossFunction:
         if self._accuracy is True:
             if not dimensions:
                 raise LossError(
-                    f"accuracy=True, but {_describe(computed.output)} for a target {_describe(target)} is no set of "
+                    f"accuracy=True, but {describe(computed.output)} for a target {describe(target)} is no set of "
                     "class scores: it takes integer targets and a score for each of two classes or more"
                 )
             return computed, (self._class_dimension or dimensions[0], IGNORED_TARGET)
@@ -182,7 +226,7 @@ class LossFunction:
         if self._loss_fn is not None:
             if target is None:
                 raise LossError(
-                    f"loss_fn(output, target) needs a target, but {_describe(batch)} has none; give batches "
+                    f"loss_fn(output, target) needs a target, but {describe(batch)} has none; give batches "
                     f"(input, target), a mapping with one of {', '.join(TARGET_KEYS)}, or write loss_fn(model, batch)"
                 )
             return self._by_user_pair
@@ -197,17 +241,30 @@ class LossFunction:
             key = _target_key(batch)
             return key if key in self._forward_names or self._takes_any_keyword else None
         taken = len(self._arguments(inputs))
-        return next((name for name in TARGET_KEYS if name in _names_after(self._model.forward, taken)), None)
+        return next((name for name in TARGET_KEYS if name in names_after(self._model.forward, taken)), None)
 
     def _needs_all_of(self, batch: Any, inputs: Any) -> bool:
         """Whether the model cannot do without an item of the batch, its last one too."""
         needed = self._required
-        return _is_sequence(batch) and needed >= len(batch) > 1 and len(self._arguments(inputs)) < needed
+        return is_sequence(batch) and needed >= len(batch) > 1 and len(self._arguments(inputs)) < needed
 
     def _by_user_whole(self, model: nn.Module, batch: Any) -> Computed:
         assert self._loss_fn is not None
-        loss, count = self._loss_and_count(self._loss_fn(model, batch), "loss_fn(model, batch)")
-        return Computed(loss, count, None, None)
+        outputs: list[Any] = []
+        hook = model.register_forward_hook(lambda *call: outputs.append(call[-1])) if self.keeps_output else None
+        try:
+            loss, count = self._loss_and_count(self._loss_fn(model, batch), "loss_fn(model, batch)")
+        finally:
+            if hook is not None:
+                hook.remove()
+        if len(outputs) > 1:
+            raise LossError(
+                f"loss_fn(model, batch) calls the model {len(outputs)} times, so nobody knows which output a metric is "
+                "about; write loss_fn(output, target), or give no metrics"
+            )
+        if not outputs:
+            return Computed(loss, count, None, None)
+        return Computed(loss, count, outputs[0], self._split(batch)[1])
 
     def _by_user_pair(self, model: nn.Module, batch: Any) -> Computed:
         assert self._loss_fn is not None
@@ -237,7 +294,7 @@ class LossFunction:
         return result
 
     def _by_model(self, model: nn.Module, batch: Any) -> Computed:
-        spread = _is_sequence(batch) and (self._most > 1 or len(batch) == 1)
+        spread = is_sequence(batch) and (self._most > 1 or len(batch) == 1)
         output = self._call(model, _Inputs(batch) if spread else batch)
         return self._own(output, batch)
 
@@ -245,7 +302,7 @@ class LossFunction:
         """The loss in a model's output."""
         loss = _own_loss(output, anywhere=True)
         if loss is None:
-            raise LossError(f"the model returned {_describe(output)} for {_describe(batch)}.\n{THREE_WAYS}")
+            raise LossError(f"the model returned {describe(output)} for {describe(batch)}.\n{THREE_WAYS}")
         return Computed(loss, None, None if isinstance(output, torch.Tensor) else output, self._split(batch)[1])
 
     def _by_output(self, model: nn.Module, batch: Any) -> Computed:
@@ -275,7 +332,7 @@ class LossFunction:
         dimensions = class_dimensions(scores, target)
         unclear = isinstance(output, _PAIRS) and any(_is_scalar(item) for item in output)
         if not dimensions or unclear:
-            raise LossError(f"the model returned {_describe(output)} for a target {_describe(target)}.\n{THREE_WAYS}")
+            raise LossError(f"the model returned {describe(output)} for a target {describe(target)}.\n{THREE_WAYS}")
         if len(dimensions) > 1:
             note = (
                 f"scores of shape {tuple(scores.shape)} are read as torch's losses read them, with the classes in "
@@ -294,9 +351,9 @@ class LossFunction:
             if key is None:
                 return batch, None
             return {name: value for name, value in batch.items() if name != key}, batch[key]
-        if _is_sequence(batch) and len(batch) >= 2:
+        if is_sequence(batch) and len(batch) >= 2:
             return (batch[0] if len(batch) == 2 else _Inputs(batch[:-1])), batch[-1]
-        if _is_sequence(batch) and len(batch) == 1:
+        if is_sequence(batch) and len(batch) == 1:
             return batch[0], None
         return batch, _target_attribute(batch)
 
@@ -336,7 +393,7 @@ class LossFunction:
             if callable(count) or (count is not None and not _is_number(count)):
                 count = None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise LossError(f"{source} returned {_describe(result)}; {RETURNS}")
+            raise LossError(f"{source} returned {describe(result)}; {RETURNS}")
         return loss.reshape(()), count
 
     def _count(self, value: Any, source: str) -> torch.Tensor | float | None:
@@ -350,7 +407,7 @@ class LossFunction:
         whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
         known = not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and (first or value.is_cpu))
         if not is_number:
-            raise LossError(f"{source} returned {_describe(value)} where it had returned a count before; {RETURNS}")
+            raise LossError(f"{source} returned {describe(value)} where it had returned a count before; {RETURNS}")
         if known and (first or not whole):
             number = float(value)
             is_float = value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
@@ -440,54 +497,3 @@ def _target_attribute(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return None
     return next((found for key in TARGET_KEYS if (found := getattr(batch, key, None)) is not None), None)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
-def _first_parameter(function: Callable[..., Any]) -> str | None:
-    parameters = _signature(function)
-    return parameters[0].name if parameters else None
-
-
-def _parameter_names(function: Callable[..., Any]) -> set[str]:
-    return {item.name for item in _signature(function) if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
-
-
-def _takes_any_keyword(function: Callable[..., Any]) -> bool:
-    return any(item.kind is item.VAR_KEYWORD for item in _signature(function))
-
-
-def _positional_parameters(function: Callable[..., Any]) -> tuple[int, float]:
-    """How many arguments a function needs by position, and how many it can take."""
-    found = _signature(function)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    places = [item for item in found if item.kind in kinds]
-    unlimited = not found or any(item.kind is item.VAR_POSITIONAL for item in found)
-    return sum(item.default is item.empty for item in places), math.inf if unlimited else len(places)
-
-
-def _names_after(function: Callable[..., Any], taken: int) -> set[str]:
-    """Parameters that can be given by name when so many arguments are given by position."""
-    found = _signature(function)
-    places = [item.name for item in found if item.kind is item.POSITIONAL_OR_KEYWORD]
-    before = sum(item.kind is item.POSITIONAL_ONLY for item in found)
-    return {*places[max(0, taken - before) :], *(item.name for item in found if item.kind is item.KEYWORD_ONLY)}
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a mapping with keys {', '.join(map(str, value))}"
-    if _is_sequence(value):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

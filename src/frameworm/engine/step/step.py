@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from frameworm.data.prefetch import map_tensors
 from frameworm.data.steps import StepBatch
 from frameworm.engine.model.compilation import mark_varying, sizes_of
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.update import Update
-from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.loss import Computed, LossFunction
 from frameworm.engine.step.probe import GradientProbe
 from frameworm.errors import ModelError
 from frameworm.numerics.state import Named, StepTensors
@@ -40,6 +41,14 @@ class StepResult:
         self.loss = loss  # mean over this rank's samples (or whatever the loss counts)
         self.count = count
         self.counts_samples = counts_samples
+
+
+class SeenBatch(NamedTuple):
+    """A micro-batch of a step as callbacks see it; the tensors are on the device."""
+
+    batch: Any
+    outputs: Any  # what the model returned; None where loss_fn(model, batch) calls it, or it returns its loss alone
+    loss: torch.Tensor
 
 
 class GradientMethod(Protocol):
@@ -88,6 +97,7 @@ class TrainStep:
         self.uncompiled: Callable[[], AbstractContextManager[object]] | None = None  # the compiler's, if there is one
         self._passed, self._short, self._most_samples = 0, 0, 0
         self._first_sizes: list[tuple[torch.Size, ...]] = []
+        self.seen: list[SeenBatch] | None = None  # a list: micro-batches of the last step are kept for callbacks
         self.flops: StepWatch | None = None  # counts the arithmetic of an early step, then takes itself away
 
     def run(self, step: int, batch: StepBatch) -> StepResult:
@@ -170,6 +180,8 @@ class TrainStep:
             The result, and what the gradients must still be multiplied with (None: nothing).
         """
         halves = self.update.halves
+        if self.seen is not None:
+            self.seen.clear()
         nothing = contextlib.nullcontext()
         with self._as_written(batch) or nothing, nothing if halves is None else halves.in_place():
             if len(batch.batches) == 1 and meet is None:
@@ -207,7 +219,7 @@ class TrainStep:
         finally:
             self._mark = usual
 
-    def _forward(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+    def _forward(self, micro: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         try:
             with self._autocast:
                 computed = self.loss_function(self.wrapped, micro)
@@ -224,6 +236,8 @@ class TrainStep:
                 raise
             raise explained from None
         self._mark(FORWARD)
+        if self.seen is not None and samples:  # a filler is no batch of the user's
+            self.seen.append(_seen(micro, computed))
         return computed.loss, computed.count
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -240,8 +254,8 @@ class TrainStep:
 
     def _only(self, micro: Any, batch: StepBatch) -> tuple[StepResult, torch.Tensor | None]:
         """A single micro-batch: the mean loss is the objective, up to the other ranks' counts."""
-        loss, count = self._forward(micro)
         samples = batch.samples[0]
+        loss, count = self._forward(micro, samples)
         if self._world_size == 1:
             self._backward(loss)
             return StepResult(loss.detach(), samples if count is None else count, count is None), None
@@ -283,7 +297,7 @@ class TrainStep:
         return StepResult(_share(loss_sum, counted), counted), _share(reference * self._world_size, total)
 
     def _micro(self, micro: Any, samples: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        loss, count = self._forward(micro)
+        loss, count = self._forward(micro, samples)
         if count is None:
             self._add_backward(loss * (samples * self._world_size / self._samples(batch)))
             return loss, None
@@ -308,6 +322,11 @@ class TrainStep:
     def _samples(self, batch: StepBatch) -> int:
         """The samples whose gradients are averaged: those of all ranks, or this one's own if ranks go alone."""
         return batch.global_samples if self._shares_gradients else max(batch.local_samples, 1)
+
+
+def _seen(micro: Any, computed: Computed) -> SeenBatch:
+    """Without their graph, which would keep all activations until the step's end."""
+    return SeenBatch(micro, map_tensors(computed.output, torch.Tensor.detach), computed.loss.detach())
 
 
 def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:

@@ -161,13 +161,14 @@ def phase_rows(record: RunRecord) -> list[PhaseRow]:
 
 
 def quality_figures(record: RunRecord) -> list[Figure]:
-    """What the model learned; all three are shown, known or not."""
+    """What the model learned; the first three are shown, known or not, and after them the user's metrics."""
     quality = record.quality
-    return [
+    usual = [
         Figure("train loss", number(quality.train_loss)),
         Figure("validation loss", number(quality.val_loss)),
         Figure("validation accuracy", share(quality.val_accuracy)),
     ]
+    return usual + [Figure(plain(name), number(value)) for name, value in quality.metrics.items()]
 
 
 def place_rows(record: RunRecord) -> list[tuple[str, str, str]]:
@@ -379,8 +380,14 @@ _OF_THE_SHARE = {"share_low", "share_high", "measured_steps"}
 EPOCH_HEADER = ("epoch", "time", "train loss", "val. loss", "val. accuracy", "samples/s")
 
 
+def epoch_header(epochs: list[EpochRecord]) -> tuple[str, ...]:
+    """The columns of `epoch_rows`."""
+    return (*EPOCH_HEADER, *(plain(name) for name in _metrics_of(epochs)))
+
+
 def epoch_rows(epochs: list[EpochRecord]) -> list[tuple[str, ...]]:
     """One row of text per epoch; what was not measured is an empty cell."""
+    metrics = _metrics_of(epochs)
     return [
         (
             str(epoch.epoch),
@@ -389,9 +396,14 @@ def epoch_rows(epochs: list[EpochRecord]) -> list[tuple[str, ...]]:
             "" if epoch.val_loss is None else number(epoch.val_loss),
             "" if epoch.val_accuracy is None else share(epoch.val_accuracy),
             "" if epoch.samples_per_s is None else number(epoch.samples_per_s),
+            *("" if name not in epoch.metrics else number(epoch.metrics[name]) for name in metrics),
         )
         for epoch in epochs
     ]
+
+
+def _metrics_of(epochs: list[EpochRecord]) -> list[str]:
+    return list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
 
 
 def environment_rows(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

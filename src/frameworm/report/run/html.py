@@ -84,7 +84,7 @@ def render_html(
         communication=communication_text(record),
         accumulation=record.batch.accumulation,
         system=[(item, charts_system.system_chart(item)) for item in system],
-        epoch_header=tables.EPOCH_HEADER,
+        epoch_header=tables.epoch_header(record.epochs),
         epochs=tables.epoch_rows(record.epochs),
         facts=_facts(record),
         environment=tables.environment_rows(record.environment),

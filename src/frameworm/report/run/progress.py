@@ -103,6 +103,7 @@ class ProgressLine(Listener):
             parts.append(f"val loss {number(epoch.val_loss)}")
         if epoch.val_accuracy is not None:
             parts.append(f"accuracy {epoch.val_accuracy:.2%}")
+        parts += [f"{plain(name.removeprefix('val_'))} {number(value)}" for name, value in epoch.metrics.items()]
         if epoch.samples_per_s is not None:
             parts.append(f"{epoch.samples_per_s:,.0f} samples/s")
         parts.append(seconds(epoch.epoch_time_s))

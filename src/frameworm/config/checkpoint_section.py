@@ -1,0 +1,99 @@
+"""Sections about the figures of an epoch: which of them makes a checkpoint the best, and which ends a run early."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from frameworm.config.section import OffNone, OffWord, Section
+
+USUAL_METRICS = ("val_loss", "val_accuracy", "train_loss")
+BETTER = "Which values are better; auto: as the metric says, for losses lower and for accuracies higher."
+
+
+def _is_metric(value: str) -> str:
+    if value in USUAL_METRICS or (value.startswith("val_") and len(value) > len("val_")):
+        return value
+    raise ValueError(
+        f"expected one of {', '.join(USUAL_METRICS)}, or val_NAME of a metric given to Trainer (val_{value}?), got "
+        f"{value!r}"
+    )
+
+
+Metric = Annotated[str, AfterValidator(_is_metric)]
+Better = Literal["auto", "lower", "higher"]
+
+
+def prefers_higher(metric: str, better: str = "auto") -> bool:
+    """Whether a higher value of a figure is better; by its name, unless a setting says so."""
+    return better == "higher" or (better == "auto" and metric.endswith("accuracy"))
+
+
+class CheckpointConfig(Section):
+    """When the state of a run is saved."""
+
+    every_steps: Annotated[int | None, OffNone] = Field(
+        default=500, ge=1, description="Steps between checkpoints; off saves at the end and on interruption only."
+    )
+    every_minutes: Annotated[float | None, OffNone] = Field(
+        default=None, gt=0, description="Minutes between checkpoints, beside those of every_steps."
+    )
+    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay on disk.")
+    keep_best: int = Field(
+        default=0, ge=0, description="How many of the best stay beside them; each epoch that is one of them is saved."
+    )
+    metric: Metric = Field(
+        default="val_loss",
+        description="What makes a checkpoint the best: val_loss, val_accuracy, train_loss, or val_NAME of a metric "
+        "given to Trainer.",
+    )
+    better: Better = Field(default="auto", description=BETTER)
+    mode: Literal["async", "sync"] = Field(
+        default="async", description="Write in a process beside training, or pause for it."
+    )
+    when_busy: Literal["skip", "wait"] = Field(
+        default="skip",
+        description="A save that comes due before the last one is durable: put it off until then, or wait.",
+    )
+    dir: Annotated[str | None, OffNone] = Field(
+        default=None,
+        description="A folder on faster storage (may be in memory) that files are written to before they are moved to "
+        "the run folder; not set writes to the run folder at once.",
+    )
+    compression: Annotated[Literal["off", "zstd", "auto"], OffWord] = Field(
+        default="off",
+        description="Compress the files; auto does where a trial with a part of the state says that it saves time.",
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _dir_is_a_folder(cls, value: str | None) -> str | None:
+        if value == "auto":
+            raise ValueError(
+                "auto is not offered: leave dir out to write to the run folder at once, or name a folder on faster "
+                "storage"
+            )
+        return value
+
+    @property
+    def prefers_higher(self) -> bool:
+        """Whether the checkpoint with the highest figure is the best."""
+        return prefers_higher(self.metric, self.better)
+
+
+class EarlyStopConfig(Section):
+    """Stop when a metric no longer gets better."""
+
+    metric: Metric = Field(
+        default="val_loss",
+        description="What is watched: val_loss, val_accuracy, train_loss, or val_NAME of a metric given to Trainer.",
+    )
+    better: Better = Field(default="auto", description=BETTER)
+    patience: int = Field(default=3, ge=1, description="Epochs without improvement before training stops.")
+    min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as an improvement.")
+
+    @property
+    def prefers_higher(self) -> bool:
+        """Whether a higher figure is a gain."""
+        return prefers_higher(self.metric, self.better)

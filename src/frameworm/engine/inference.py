@@ -1,0 +1,295 @@
+"""A model and its optimizer outside of a training: placed where they compute, to be scored, asked, saved and loaded.
+
+After a training they are as it has left them, under its strategy. Before one they are put on this process's device,
+with the same values on all ranks; nothing is wrapped or divided yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from frameworm.config.schema import Config
+from frameworm.data.places import unshuffled
+from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.samples.held import Held
+from frameworm.data.samples.worker_state import PersistentWorkers
+from frameworm.data.steps import close_loader
+from frameworm.engine.checkpoint.commit import Retention, stored_folders
+from frameworm.engine.checkpoint.load import (
+    SavedState,
+    StoredCheckpoint,
+    check_same_model,
+    list_checkpoints,
+    load_newest,
+)
+from frameworm.engine.checkpoint.progress import Progress
+from frameworm.engine.checkpoint.store import CheckpointStore
+from frameworm.engine.checkpoint.training_state import TrainingState
+from frameworm.engine.export import PICKLED, choose_checkpoint, write_weights
+from frameworm.engine.job import adopt, device_of, join_group, set_backend
+from frameworm.engine.model.loss_parts import find_beside
+from frameworm.engine.model.precision import Precision, backend_flags_kept
+from frameworm.engine.optim.schedule import NoSchedule
+from frameworm.engine.step.evaluation import Evaluation, evaluate, predict
+from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.metrics import Metrics
+from frameworm.errors import CheckpointError, FramewormError, RunFolderError, StateError
+from frameworm.launch.process_group import broadcast_object, shared_store
+from frameworm.launch.reports import RankReports
+from frameworm.parallel.beside import send_values
+from frameworm.parallel.replicated import DDPStrategy
+from frameworm.parallel.shards import is_part
+from frameworm.parallel.strategy import Strategy
+from frameworm.records.store import RunFolder
+
+log = logging.getLogger("frameworm")
+WEIGHTS = ".safetensors"
+_saves = itertools.count()
+
+
+class Trained(NamedTuple):
+    """What a training leaves behind: its settings, and the parts that still hold what it has trained."""
+
+    config: Config
+    strategy: Strategy
+    precision: Precision
+    state: TrainingState
+
+
+class Inference:
+    """What a `Trainer` does with its model outside of `train`. All ranks must make the same calls.
+
+    Args:
+        config: The trainer's settings; those of the last training count where there was one.
+        model: The model.
+        optimizer: Its optimizer.
+        loss_fn: As for `Trainer`.
+        trained: What the last training left, if there was one.
+        sets_backend: Whether torch's own switches follow the config meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None,
+        trained: Trained | None,
+        *,
+        sets_backend: bool,
+    ) -> None:
+        self._config = config = config if trained is None else trained.config
+        self._loss_fn = loss_fn
+        self._sets_backend = sets_backend
+        self._process = process = join_group(config)
+        if trained is not None and trained.strategy.world_size != process.world_size:
+            if trained.strategy.shards_parameters:
+                raise StateError(
+                    f"the model is divided among the {trained.strategy.world_size} ranks that trained it, which have "
+                    "left their process group; call this before cleanup()"
+                )
+            trained = None
+        self._trained = trained
+        self._strategy = self._place(model, optimizer) if trained is None else trained.strategy
+        device = self._strategy.device
+        self._precision = Precision(config.gpu.mixed_precision, device) if trained is None else trained.precision
+        self._state = (
+            trained.state
+            if trained is not None
+            else TrainingState(
+                model,
+                optimizer,
+                NoSchedule(),
+                self._precision,
+                self._strategy,
+                Progress(),
+                config.seed,
+                Held({}),
+                PersistentWorkers(None),
+            )
+        )
+
+    def _place(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
+        process = self._process
+        device = device_of(self._config, process)
+        strategy = Strategy(device)
+        if process.world_size > 1:
+            settings = self._config.parallel.model_copy(update={"compression": "off", "check_replicas": None})
+            strategy = DDPStrategy(device, process.rank, process.world_size, settings)
+        strategy.place_beside(find_beside(model, self._loss_fn, optimizer))
+        model.to(device)
+        if process.world_size > 1:
+            send_values([*(item.data for item in model.parameters()), *model.buffers()])
+        return strategy
+
+    @contextlib.contextmanager
+    def _reading(self, loader: Any) -> Iterator[CudaDataLoader]:
+        """This rank's part of a loader, with torch's switches as in training."""
+        adopted, _ = adopt(loader, self._process, 1, self._config.seed, evaluation=True)
+        with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
+            if self._sets_backend:
+                set_backend(self._config, self._strategy.device)
+            try:
+                yield CudaDataLoader(adopted, self._strategy.device)
+            finally:
+                close_loader(adopted)
+
+    def evaluate(self, loader: Any, metrics: Mapping[str, Any]) -> Evaluation:
+        """Score the model."""
+        model, strategy = self._state.model, self._strategy
+        loss_function = LossFunction(model, self._loss_fn, self._config.training.accuracy)
+        with self._reading(loader) as batches:
+            found = evaluate(model, batches, loss_function, self._precision, strategy, Metrics(metrics, strategy))
+        if found.note is not None and strategy.rank == 0:
+            log.warning("%s", found.note)
+        return found
+
+    def predict(self, loader: Any) -> Any:
+        """Ask the model."""
+        loss_function = LossFunction(self._state.model, self._loss_fn)
+        with self._reading(unshuffled(loader)) as batches:
+            return predict(self._state.model, batches, loss_function, self._precision, self._strategy)
+
+    def save(self, path: Path) -> None:
+        """Write weights and optimizer into a folder, or the weights alone into a .safetensors file.
+
+        Raises:
+            RunFolderError: It would be written over something else, or cannot be written.
+            CheckpointError: The state cannot be saved.
+        """
+        if path.suffix == WEIGHTS:
+            self._save_weights(path)
+            return
+        self._on_first_rank(lambda: _check_free(path))
+        state, strategy = self._state, self._strategy
+        state.check_savable()
+        reports = RankReports(shared_store(f"saves{next(_saves)}"), strategy.rank, strategy.world_size)
+        store = CheckpointStore(
+            path, retention=Retention(keep=1), asynchronous=False, reports=reports, device=strategy.device
+        )
+        before = {folder for _, _, folder in stored_folders(path)} if strategy.rank == 0 and path.exists() else set()
+        store.save(state.progress.step, state.capture, last=True)
+        store.close()
+        if store.failed:
+            raise CheckpointError(f"{path}: the {store.problem}")
+        for folder in before:  # of an earlier call: the newest by its step need not be the last that was saved
+            shutil.rmtree(folder, ignore_errors=True)
+        self._on_first_rank(lambda: None)
+
+    def _save_weights(self, path: Path) -> None:
+        self._strategy.sync_buffers(self._state.model)
+        state = {
+            name: item.full_tensor() if is_part(item) else item  # all ranks take part
+            for name, item in self._state.model.state_dict().items()
+            if isinstance(item, torch.Tensor)
+        }
+        about = {"format": "pt", "step": str(self._state.progress.step)}
+        self._on_first_rank(lambda: write_weights(path, state, about))
+
+    def _on_first_rank(self, act: Callable[[], Any]) -> None:
+        """Let rank 0 do something while the others wait; an error is raised on all of them."""
+        problem: FramewormError | None = None
+        if self._strategy.rank == 0:
+            try:
+                act()
+            except FramewormError as error:
+                problem = error
+        problem = broadcast_object(problem)
+        if problem is not None:
+            raise problem
+
+    def load(self, path: Path) -> int | None:
+        """Read what `save` or a run has written; returns the step after which that was, None where it does not tell.
+
+        Raises:
+            CheckpointError: There is nothing to load, or it is of another model or optimizer.
+        """
+        if path.suffix in PICKLED:
+            raise CheckpointError(
+                f"{path.name} is taken for a pickle, which may run code: load it yourself, "
+                "model.load_state_dict(torch.load(path, weights_only=True))"
+            )
+        if path.suffix == WEIGHTS:
+            self._load_weights(path)
+            return None
+        return self._load(*_find_checkpoint(path))
+
+    def load_best(self, folder: RunFolder, which: str) -> int | None:
+        """Load the `best` or the `latest` checkpoint of a run, by the metric of its config."""
+        settings = self._config.checkpoint
+        if which == "latest":
+            return self.load(folder.path)
+        found: StoredCheckpoint | FramewormError | None = None
+        if self._strategy.rank == 0:
+            try:
+                found = choose_checkpoint(folder, which, settings.metric, settings.prefers_higher)
+            except FramewormError as error:
+                found = error
+        found = broadcast_object(found)
+        if isinstance(found, FramewormError):
+            raise found
+        assert found is not None
+        return self._load(found, found.read())
+
+    def _load(self, stored: StoredCheckpoint, saved: SavedState) -> int:
+        where, shared = str(stored.path), saved.shared
+        check_same_model(shared["model"], self._state.model, where)
+        divides = self._trained is None and self._config.parallel.strategy.startswith("zero")
+        if divides and self._strategy.rank == 0:
+            log.warning(
+                "%s: only the weights are loaded, because strategy %s divides an optimizer that holds nothing yet; "
+                "train(resume=...) goes on with a run as a whole",
+                where,
+                self._config.parallel.strategy,
+            )
+        for note in self._state.load_values(shared, where, optimizer=not divides):
+            log.info("%s", note)
+        return stored.step
+
+    def _load_weights(self, path: Path) -> None:
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        check_same_model(found, self._state.model, str(path))
+        self._strategy.load_model_state(self._state.model, found)
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a folder that holds anything but what an earlier `save` wrote."""
+    if path.suffix in PICKLED:
+        raise RunFolderError(
+            f"a {path.suffix} file is taken for a pickle, and states are saved as safetensors: give a folder for "
+            f"weights and optimizer ({path.with_suffix('')}), or {path.with_suffix(WEIGHTS)} for the weights alone"
+        )
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is a file; give a folder, or a name that ends in {WEIGHTS} for the weights alone")
+    if path.name == "checkpoints" and RunFolder(path.parent).holds_run():
+        raise RunFolderError(f"{path} holds the checkpoints of a run, which keeps them itself; give another folder")
+    ours = {folder.name for _, _, folder in stored_folders(path)} | {"latest"} if path.exists() else set()
+    strange = [item.name for item in path.iterdir() if item.name not in ours] if path.exists() else []
+    if strange:
+        raise RunFolderError(f"{path} holds something else ({strange[0]}); give a new folder")
+
+
+def _find_checkpoint(path: Path) -> tuple[StoredCheckpoint, SavedState]:
+    """The newest checkpoint in a folder that was saved or in a run's, or the checkpoint that a folder is."""
+    own = [item for item in list_checkpoints(path.parent) if item.path.name == path.name] if path.name else []
+    if broadcast_object(bool(own)) and own:
+        return own[0], own[0].read()
+    folder = RunFolder(path).checkpoints
+    found = load_newest(folder if broadcast_object(folder.is_dir()) else path, log.warning)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint: give a folder that Trainer.save wrote, or that of a run")
+    return found

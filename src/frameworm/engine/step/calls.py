@@ -1,0 +1,66 @@
+"""How a function wants to be called, by its signature; and what it was given, in words."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def first_parameter(function: Callable[..., Any]) -> str | None:
+    """Name of the first parameter."""
+    parameters = _signature(function)
+    return parameters[0].name if parameters else None
+
+
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """All parameters that have a name."""
+    return {item.name for item in _signature(function) if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
+
+
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether it takes keywords beside its own."""
+    return any(item.kind is item.VAR_KEYWORD for item in _signature(function))
+
+
+def positional_parameters(function: Callable[..., Any]) -> tuple[int, float]:
+    """How many arguments a function needs by position, and how many it can take."""
+    found = _signature(function)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [item for item in found if item.kind in kinds]
+    unlimited = not found or any(item.kind is item.VAR_POSITIONAL for item in found)
+    return sum(item.default is item.empty for item in places), math.inf if unlimited else len(places)
+
+
+def names_after(function: Callable[..., Any], taken: int) -> set[str]:
+    """Parameters that can be given by name when so many arguments are given by position."""
+    found = _signature(function)
+    places = [item.name for item in found if item.kind is item.POSITIONAL_OR_KEYWORD]
+    before = sum(item.kind is item.POSITIONAL_ONLY for item in found)
+    return {*places[max(0, taken - before) :], *(item.name for item in found if item.kind is item.KEYWORD_ONLY)}
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value holds others in an order."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def describe(value: Any) -> str:
+    """A value of a batch or an output, in words."""
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with keys {', '.join(map(str, value))}"
+    if is_sequence(value):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
