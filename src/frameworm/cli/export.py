@@ -22,7 +22,9 @@ def export(
     run: Path = typer.Argument(..., help="Run folder."),
     out: Path = typer.Option(..., "--out", help="The file to write: .safetensors, or .pt2 with --compiled."),
     checkpoint: str = typer.Option("latest", help="Which one: latest, best, or the number of a step."),
-    metric: str = typer.Option("val_loss", help="What best means: val_loss, val_accuracy or train_loss."),
+    metric: str = typer.Option(
+        "val_loss", help="What best means: val_loss, val_accuracy, train_loss, or a metric of the run such as val_f1."
+    ),
     dtype: Optional[str] = typer.Option(  # noqa: UP045
         None, help="Store floating-point weights as float32, bfloat16 or float16; unless given, as they were trained."
     ),
@@ -47,8 +49,8 @@ def export(
     log_to_screen(True)
     if dtype is not None and dtype not in TYPES:
         raise EnvironmentSetupError(f"--dtype takes {', '.join(TYPES)}, not {dtype}")
-    if metric not in ("val_loss", "val_accuracy", "train_loss"):
-        raise EnvironmentSetupError(f"--metric takes val_loss, val_accuracy or train_loss, not {metric}")
+    if metric != "train_loss" and not metric.startswith("val_"):
+        raise EnvironmentSetupError(f"--metric takes val_loss, val_accuracy, train_loss or val_NAME, not {metric}")
     if compiled:
         if dtype is not None:
             raise EnvironmentSetupError("--dtype is for weights; a compiled model computes as it was trained")

@@ -199,15 +199,18 @@ def evaluate(
     Example: frameworm evaluate runs/quickstart-20260101-120000
     """
     from frameworm.engine.run import evaluate_run
+    from frameworm.records.schema import json_ready
+    from frameworm.report.kit.tables import number, plain
 
     log_to_screen(True)
     step, result, averaged = evaluate_run(run, settings, weights=weights)
     if as_json:
-        say(json.dumps({"run": str(run), "step": step, "averaged": averaged, **result._asdict()}))
+        say(json.dumps(json_ready({"run": str(run), "step": step, "averaged": averaged, **result._asdict()})))
         return
     of = " (averaged weights)" if averaged else ""
     accuracy = "" if result.accuracy is None else f"  accuracy {result.accuracy:.2%}"
-    say(f"{run}, step {step}{of}: loss {result.loss:.4f}{accuracy}  ({result.samples:,} samples)")
+    metrics = "".join(f"  {plain(name)} {number(value)}" for name, value in result.metrics.items())
+    say(f"{run}, step {step}{of}: loss {result.loss:.4f}{accuracy}{metrics}  ({result.samples:,} samples)")
 
 
 def runs(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from frameworm.config.describe import show
 from frameworm.config.section import OffNone, OffWord, Section
 
 USUAL_METRICS = ("val_loss", "val_accuracy", "train_loss")
@@ -15,10 +16,9 @@ BETTER = "Which values are better; auto: as the metric says, for losses lower an
 def _is_metric(value: str) -> str:
     if value in USUAL_METRICS or (value.startswith("val_") and len(value) > len("val_")):
         return value
-    raise ValueError(
-        f"expected one of {', '.join(USUAL_METRICS)}, or val_NAME of a metric given to Trainer (val_{value}?), got "
-        f"{value!r}"
-    )
+    meant = f" (val_{value}?)" if value.isidentifier() and len(value) < 40 else ""
+    usual = ", ".join(USUAL_METRICS)
+    raise ValueError(f"expected one of {usual}, or val_NAME of a metric given to Trainer{meant}, got {show(value)}")
 
 
 Metric = Annotated[str, AfterValidator(_is_metric)]
@@ -89,9 +89,9 @@ class EarlyStopConfig(Section):
         default="val_loss",
         description="What is watched: val_loss, val_accuracy, train_loss, or val_NAME of a metric given to Trainer.",
     )
-    better: Better = Field(default="auto", description=BETTER)
     patience: int = Field(default=3, ge=1, description="Epochs without improvement before training stops.")
     min_delta: float = Field(default=0.0, ge=0, description="Smallest change that counts as an improvement.")
+    better: Better = Field(default="auto", description=BETTER)
 
     @property
     def prefers_higher(self) -> bool:

@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import nn
 
 from frameworm.config.checkpoint_section import prefers_higher
+from frameworm.config.load import load_config_from_text, show_path
 from frameworm.data.batches.sizes import TARGET_KEYS
 from frameworm.data.prefetch import move_batch
 from frameworm.engine.checkpoint.commit import figure_of
@@ -60,7 +61,7 @@ def choose_checkpoint(
         folder: The run.
         which: `latest`, `best` (by `metric`, of those saved at the end of an epoch), or the number of a step.
         metric: The figure that `best` is about.
-        highest: Whether its highest value is the best; None: as its name says.
+        highest: Whether its highest value is the best; None: as its name, or the run's config, says.
 
     Raises:
         CheckpointError: There is none.
@@ -78,7 +79,7 @@ def choose_checkpoint(
                 f"{folder.path} has no checkpoint from the end of an epoch with a {metric}: train with "
                 "checkpoint.keep_best=1, or export the latest"
             )
-        figures.sort(key=lambda pair: pair[0], reverse=prefers_higher(metric) if highest is None else highest)
+        figures.sort(key=lambda pair: pair[0], reverse=_prefers_higher(folder, metric) if highest is None else highest)
         return figures[0][1]
     if not which.isdecimal():
         raise CheckpointError(f"--checkpoint takes latest, best or the number of a step, not {which}")
@@ -116,6 +117,20 @@ def chosen_weights(saved: SavedState, weights: str, where: str) -> tuple[dict[st
     # Weights that are tied have one average, under the first of their names.
     of = {id(state[name]): name for name in averages if name in state}
     return {name: averages.get(of.get(id(item), ""), item) for name, item in state.items()}, True
+
+
+def _prefers_higher(folder: RunFolder, metric: str) -> bool:
+    """Whether a run's best checkpoint by a metric is the one with the highest value."""
+    if metric.endswith(("loss", "accuracy")):
+        return prefers_higher(metric)
+    config = load_config_from_text(folder.read_config(), show_path(folder.config))
+    for section in (config.checkpoint, config.training.early_stop):
+        if section is not None and section.metric == metric and section.better != "auto":
+            return section.prefers_higher
+    raise CheckpointError(
+        f"{folder.path} does not say which values of {metric} are better: train with checkpoint.metric={metric} and "
+        "checkpoint.better, or choose a checkpoint by its step"
+    )
 
 
 def export_weights(

@@ -28,6 +28,7 @@ from frameworm.engine.optim.schedule import AnySchedule, schedule_of
 from frameworm.engine.session import run_job
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.step.metrics import Metrics, check_metrics
 from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.resolve import resolve_here
@@ -115,6 +116,7 @@ def train_workload(
         seed=config.seed,
         script=f"workload {config.workload}",
         notes=notes,
+        metrics=check_metrics(workload.metrics),
     )
     return run_job(build_job(config, given))
 
@@ -223,4 +225,5 @@ def evaluate_run(
     loader = CudaDataLoader(build_loader(config, workload, workload.val_data, evaluation=True), device)
     precision = Precision(config.gpu.mixed_precision, device)
     loss_function = LossFunction(model, workload.loss_fn, config.training.accuracy)
-    return stored.step, evaluate(model, loader, loss_function, precision, strategy), averaged
+    metrics = Metrics(check_metrics(workload.metrics), strategy)
+    return stored.step, evaluate(model, loader, loss_function, precision, strategy, metrics), averaged

@@ -39,6 +39,7 @@ class Workload:
         val_data: The same for validation; None: no validation.
         loss_fn: As for `Trainer`; None where the model gives its loss or targets are integers.
         collate_fn: Makes a batch of samples; None: torch's own.
+        metrics: As for `Trainer`.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class Workload:
     val_data: Any = None
     loss_fn: Callable[..., Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    metrics: Mapping[str, Any] | None = None
 
 
 class TokenisingNotice:

@@ -408,7 +408,8 @@ def _epoch_end(step: int, figure: float | None) -> Any:
 
 @pytest.mark.parametrize(("metric", "best"), [("val_loss", [2, 3]), ("val_accuracy", [1, 4])])
 def test_the_best_and_the_newest_stay(tmp_path: Path, metric: str, best: list[int]) -> None:
-    store = CheckpointStore(tmp_path, retention=Retention(1, 2, metric), asynchronous=False)
+    retention = Retention(1, 2, metric, highest=metric == "val_accuracy")
+    store = CheckpointStore(tmp_path, retention=retention, asynchronous=False)
     for step, figure in enumerate([0.9, 0.2, 0.3, 0.8, None, float("nan")], 1):
         store.save(step, _epoch_end(step, figure))
     store.save(7, share(7, progress={"step": 7, "step_in_epoch": 2, "epochs": []}))

@@ -153,7 +153,7 @@ def test_which_epochs_are_among_the_best() -> None:
     assert among_best(epochs(0.5, 0.4), "val_loss", 1)
     assert not among_best(epochs(0.5, 0.6), "val_loss", 1)
     assert among_best(epochs(0.5, 0.6), "val_loss", 2)
-    assert among_best(epochs(0.5, 0.6), "val_accuracy", 1)
+    assert among_best(epochs(0.5, 0.6), "val_accuracy", 1, highest=True)
     assert not among_best(epochs(0.5, None), "val_loss", 3)
     assert not among_best(epochs(0.5, float("nan")), "val_loss", 3)
 

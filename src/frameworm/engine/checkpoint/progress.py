@@ -112,7 +112,7 @@ class Progress:
         return f"stopped early after epoch {self.epoch}: {rule.metric} did not get better any more{best}"
 
 
-def among_best(epochs: Sequence[EpochRecord], metric: str, count: int, highest: bool) -> bool:
+def among_best(epochs: Sequence[EpochRecord], metric: str, count: int, highest: bool = False) -> bool:
     """Whether the last epoch is one of the best so many by a figure; one without a figure is not."""
     sign = -1.0 if highest else 1.0
     figures = [sign * value for item in epochs if (value := item.figure(metric)) is not None and math.isfinite(value)]

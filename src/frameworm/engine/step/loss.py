@@ -180,7 +180,8 @@ class LossFunction:
         output = computed.output
         if self._way == self._by_user_pair:
             return _logits(output) if self._takes_logits else output
-        return _logits(output) if self._way == self._by_user_whole else _scores(output)
+        found = _logits(output) if self._way == self._by_user_whole else _scores(output)
+        return None if _is_scalar(found) else found  # a loss is no answer
 
     def scored(self, model: nn.Module, batch: Any) -> tuple[Computed, tuple[torch.Tensor, torch.Tensor] | None]:
         """Loss of a batch, with the number of right answers and of all answers where the output holds class scores."""

@@ -7,6 +7,7 @@ fewer batches, or none.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -141,11 +142,9 @@ class Metrics:
         for name, function in self._functions.items():
             values[name] = _numbers(name, function(*joined))
         for place, (name, metric) in enumerate(self._running.items()):
-            if self._strategy.world_size > 1:
-                _bring_together(metric, [own[place] for own in states], self._strategy.device)
-            values[name] = _numbers(name, _computed_here(metric))
-            if callable(getattr(metric, "reset", None)):
-                metric.reset()
+            ranks = [own[place] for own in states] if self._strategy.world_size > 1 else []
+            with _brought_together(metric, ranks, self._strategy.device):
+                values[name] = _numbers(name, metric.compute())
         return {key: value for name in self._names for key, value in values[name].items()}
 
 
@@ -172,38 +171,34 @@ def _states_of(metric: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _bring_together(metric: Any, ranks: list[list[dict[str, Any]]], device: torch.device) -> None:
-    """Give a metric the states of all ranks, joined as it says."""
+@contextlib.contextmanager
+def _brought_together(metric: Any, ranks: list[list[dict[str, Any]]], device: torch.device) -> Iterator[None]:
+    """Meanwhile a metric holds the states of all ranks, joined as it says, and does not ask the others itself."""
+    kept = []
     for place, item in enumerate(_with_states(metric)):
-        held = [own[place] for own in ranks if own[place]]
-        for name, reduction in item._reductions.items() if held else ():
-            values = [state[name] for state in held]
-            joined: Any = [part for value in values for part in (value if isinstance(value, list) else [value])]
-            if isinstance(values[0], torch.Tensor):
-                joined = torch.stack(values)
-                joined = joined if reduction is None else reduction(joined)
-            elif reduction is not None and joined:
-                joined = reduction(joined)
-            setattr(item, name, _on(joined, device))
-        item._update_count = max(item._update_count, len(held))
-        item._computed = None
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
-
-
-def _computed_here(metric: Any) -> Any:
-    """What a metric says of the states that it holds, without asking other ranks."""
-    parts = _with_states(metric)
-    usual = [item.distributed_available_fn for item in parts]
-    for item in parts:
+        names = ("distributed_available_fn", "_update_count", *item._reductions)
+        kept.append((item, {name: getattr(item, name) for name in names}))
         item.distributed_available_fn = _alone
+        held = [own[place] for own in ranks if own[place]]
+        item._update_count = max(item._update_count, len(held))
+        for name, reduction in item._reductions.items() if held else ():
+            setattr(item, name, _joined([state[name] for state in held], reduction, device))
     try:
-        return metric.compute()
+        yield
     finally:
-        for item, asked in zip(parts, usual):
-            item.distributed_available_fn = asked
+        for item, before in kept:
+            for name, value in before.items():
+                setattr(item, name, value)
+
+
+def _joined(values: list[Any], reduction: Any, device: torch.device) -> Any:
+    """One state of several ranks: tensors are stacked, lists joined end to end, and then reduced."""
+    joined: Any = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    if isinstance(values[0], torch.Tensor):
+        joined = torch.stack(values)
+    if reduction is not None and len(joined):
+        joined = reduction(joined)
+    return [part.to(device) for part in joined] if isinstance(joined, list) else joined.to(device)
 
 
 def _alone() -> bool:
