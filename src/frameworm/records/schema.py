@@ -257,6 +257,8 @@ class RunRecord:
         """The record as JSON-ready data, with `global` as the contract spells it."""
         data: dict[str, Any] = json_ready(dataclasses.asdict(self))
         data["batch"]["global"] = data["batch"].pop("global_")
+        if not data["quality"]["metrics"]:
+            del data["quality"]["metrics"]
         return data
 
     @classmethod
