@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from frameworm.engine.run import run
     from frameworm.engine.trainer import Trainer
     from frameworm.models.workloads import Workload
+    from frameworm.observe.loggers.protocol import Logger
     from frameworm.observe.monitor import PerformanceMonitor
     from frameworm.observe.profiler import PerformanceProfiler
     from frameworm.records.events import Listener as Callback
@@ -20,6 +21,7 @@ __all__ = [
     "Callback",
     "Config",
     "GPUConfig",
+    "Logger",
     "MemoryConfig",
     "PerformanceMonitor",
     "PerformanceProfiler",
@@ -36,6 +38,7 @@ _HOMES = {
     "Callback": ("frameworm.records.events", "Listener"),
     "Config": ("frameworm.config.schema", "Config"),
     "GPUConfig": ("frameworm.config.schema", "GPUConfig"),
+    "Logger": ("frameworm.observe.loggers.protocol", "Logger"),
     "MemoryConfig": ("frameworm.config.schema", "MemoryConfig"),
     "PerformanceMonitor": ("frameworm.observe.monitor", "PerformanceMonitor"),
     "PerformanceProfiler": ("frameworm.observe.profiler", "PerformanceProfiler"),

@@ -150,12 +150,12 @@ def test_the_interval_is_checked() -> None:
 def test_a_run_that_cannot_begin_leaves_no_thread_and_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(path: Path) -> None:
-        raise MissingPackageError("tensorboard is not installed")
+    def missing(folder: object) -> None:
+        raise MissingPackageError("something is not installed")
 
-    monkeypatch.setattr("frameworm.engine.run_output.TensorBoardSink", missing)
+    monkeypatch.setattr("frameworm.engine.run_output.EpochTable", missing)
     before = _threads()
     with pytest.raises(MissingPackageError):
-        train(tmp_path / "run", sinks=["jsonl", "tensorboard"])
+        train(tmp_path / "run")
     assert not _threads() - before
     assert not (tmp_path / "run").exists()

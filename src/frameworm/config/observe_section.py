@@ -50,10 +50,80 @@ class TargetsConfig(Section):
     )
 
 
+class TensorBoardConfig(Section):
+    """Where TensorBoard's event files go."""
+
+    folder: Annotated[str | None, OffNone] = Field(
+        default=None,
+        description="A folder for many runs, each in a folder of its name; not set: `tensorboard` in the run folder.",
+    )
+
+
+class WandbConfig(Section):
+    """The run on Weights & Biases; who you are is known to W&B from `wandb login` or WANDB_API_KEY."""
+
+    project: Annotated[str | None, OffNone] = Field(
+        default=None, description="Project; not set: as W&B's own settings say."
+    )
+    entity: Annotated[str | None, OffNone] = Field(default=None, description="User or team; not set: the default one.")
+    folder: Annotated[str | None, OffNone] = Field(
+        default=None, description="Where W&B keeps its files; not set: the run folder."
+    )
+    offline: bool = Field(default=False, description="Write files only; `wandb sync` sends them later.")
+
+
+class MlflowConfig(Section):
+    """The run in MLflow."""
+
+    uri: Annotated[str | None, OffNone] = Field(
+        default=None,
+        description="Server or database, such as sqlite:///mlflow.db; not set: as MLFLOW_TRACKING_URI says, else "
+        "MLflow's default.",
+    )
+    experiment: Annotated[str | None, OffNone] = Field(
+        default=None, description="Experiment; not set: as MLFLOW_EXPERIMENT_NAME says, else the name of the run."
+    )
+
+
+class TrackioConfig(Section):
+    """The run in trackio, whose files lie where TRACKIO_DIR says."""
+
+    project: Annotated[str | None, OffNone] = Field(default=None, description="Project; not set: the name of the run.")
+    space: Annotated[str | None, OffNone] = Field(
+        default=None, description="Hugging Face Space to log to; not set: this machine only."
+    )
+
+
+class CsvConfig(Section):
+    """The table of the csv logger."""
+
+    file: Annotated[str | None, OffNone] = Field(
+        default=None, description="The table; not set: metrics.csv in the run folder."
+    )
+
+
 class ObserveConfig(Section):
     """What is written down about a run."""
 
-    sinks: list[Literal["jsonl", "tensorboard"]] = Field(default=["jsonl"], description="Where step records go.")
+    sinks: list[Literal["jsonl", "tensorboard"]] = Field(
+        default=["jsonl"], description="Where step records go; tensorboard is the logger of that name."
+    )
+    loggers: list[Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]] = Field(
+        default=[],
+        description="Trackers that rank 0 sends config, curves and summary to; `pip install "
+        "'frameworm[loggers]'` installs their packages.",
+    )
+    log_interval_s: float = Field(
+        default=1.0, ge=0, description="Seconds between two points of the loggers' step curves; 0 logs every step."
+    )
+    log_close_s: float = Field(
+        default=60.0, ge=0, description="Most seconds that the end of a run waits for its loggers."
+    )
+    tensorboard: TensorBoardConfig = Field(default=TensorBoardConfig(), description="Options of that logger.")
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Options of that logger.")
+    mlflow: MlflowConfig = Field(default=MlflowConfig(), description="Options of that logger.")
+    trackio: TrackioConfig = Field(default=TrackioConfig(), description="Options of that logger.")
+    csv: CsvConfig = Field(default=CsvConfig(), description="Options of that logger.")
     trace: Annotated[Literal["off", "window"], OffWord] = Field(
         default="off",
         description="window: torch.profiler over a few steps, as trace-rank{r}.pt.trace.json.gz.",
@@ -76,5 +146,7 @@ class ObserveConfig(Section):
         description="Seconds between two looks at GPU, cores, memory and network, shorter in the first seconds; off "
         "takes none.",
     )
-    progress: bool | Auto = Field(default="auto", description="Progress line; auto draws it on terminals only.")
+    progress: bool | Auto = Field(
+        default="auto", description="Progress line; auto shows it on terminals and in notebooks."
+    )
     targets: TargetsConfig = Field(default=TargetsConfig(), description="What the run should reach.")

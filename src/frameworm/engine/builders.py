@@ -46,7 +46,7 @@ from frameworm.engine.step.graphs import GraphRecorder
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics
 from frameworm.engine.step.step import TrainStep
-from frameworm.engine.summary import Tally, count_parameters, describe_device
+from frameworm.engine.summary import Tally, count_parameters, describe_device, measure_memory
 from frameworm.errors import ConfigError
 from frameworm.hardware.fingerprint import environment_fingerprint
 from frameworm.launch.process_group import all_reduce_sums, is_distributed, setup_ddp, shared_store
@@ -262,7 +262,9 @@ def open_run(job: Job, parts: StepParts) -> Output:
 
 def _opened(job: Job, parts: StepParts, output: RunOutput) -> Output:
     config, strategy, tally = job.config, job.strategy, Tally()
-    listeners = output.listeners(strategy.rank, job.total_steps, parts.flops.mfu)
+    listeners = output.listeners(
+        strategy.rank, job.total_steps, parts.flops.mfu, lambda: measure_memory(strategy.device).peak_bytes
+    )
     acting = [item for item in job.callbacks if not getattr(item, "must_not_break_training", False)]
     events = Events([tally, *listeners, *job.callbacks], acting)
     sampler = make_sampler(

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.errors import ConfigError, DataError
+from frameworm.observe.loggers.protocol import Logger
 from frameworm.records.events import EVENTS, Listener
 
 _ORDER = "Trainer(model, optimizer, loss_fn, scheduler)"
@@ -97,6 +98,32 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
                     "frameworm.Callback does"
                 )
     return found
+
+
+def check_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
+    """The loggers that are names, for the config, and those that are objects.
+
+    Raises:
+        ConfigError: One is neither.
+    """
+    found = [loggers] if isinstance(loggers, (str, Logger)) else loggers
+    if not isinstance(found, Iterable) or isinstance(found, Mapping):
+        raise ConfigError(f"loggers must be a list of names or loggers, not {_word(loggers)}")
+    names: list[str] = []
+    objects: list[Logger] = []
+    for item in found:
+        if isinstance(item, str):
+            names.append(item)
+        elif isinstance(item, type):
+            raise ConfigError(f"logger {item.__name__} is a class: give an object of it, {item.__name__}()")
+        elif isinstance(item, Logger):
+            objects.append(item)
+        else:
+            raise ConfigError(
+                f"{type(item).__name__} is no logger: it needs the methods start(run), log(values, step) and "
+                "finish(status, summary), as frameworm.Logger has them"
+            )
+    return names, objects
 
 
 def check_loader(loader: Any, name: str, *, several: bool = False) -> None:

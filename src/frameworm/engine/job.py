@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,11 +35,13 @@ from frameworm.launch.environment import ProcessInfo, detect
 from frameworm.launch.process_group import all_reduce_max, all_reduce_sums, setup_ddp
 from frameworm.launch.stopping import StopRequest
 from frameworm.numerics.randomness import seed_everything
+from frameworm.observe.loggers.protocol import Logger
 from frameworm.parallel.beside import Beside
 from frameworm.parallel.choose import choose_strategy
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import Batch
+from frameworm.report.run.progress import somebody_watches
 
 log = logging.getLogger("frameworm")
 GROUP_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")  # these talk to a process group, also with one process
@@ -114,6 +115,7 @@ class Ingredients:
         notes: Said at the start, and again in the summary.
         metrics: As `check_metrics` gives them.
         trainer: What callbacks are handed; None: a `Running`.
+        loggers: Trackers beside those that the config names.
     """
 
     model: nn.Module
@@ -133,6 +135,7 @@ class Ingredients:
     notes: Sequence[str] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
     trainer: Any = None
+    loggers: Sequence[Logger] = ()
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
@@ -222,10 +225,11 @@ def build_job(config: Config, given: Ingredients) -> Job:
             config,
             run_dir=given.run_dir,
             resume=given.resume,
-            show_progress=sys.stderr.isatty() if show == "auto" else show,
+            show_progress=somebody_watches() if show == "auto" else show,
             rank=process.rank,
             world_size=process.world_size,
             experiment=experiment,
+            loggers=given.loggers,
         ),
         saves=given.run_dir is not None or given.resume is not None,
         callbacks=given.callbacks,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from frameworm.config.schema import Config
-from frameworm.errors import RunFolderError
+from frameworm.errors import ConfigError, MissingPackageError, RunFolderError
 from frameworm.launch.environment import launch_id
 from frameworm.launch.process_group import broadcast_object
-from frameworm.observe.sinks import TensorBoardSink
+from frameworm.observe.loggers.named import make_loggers
+from frameworm.observe.loggers.points import StepPoints
+from frameworm.observe.loggers.protocol import LoggedRun, Logger
+from frameworm.observe.loggers.run_loggers import NamedLogger, RunIds, RunLoggers
 from frameworm.records.events import Listener
 from frameworm.records.experiments import read_experiment, write_experiment
 from frameworm.records.gradients import GradientTimes
 from frameworm.records.launches import begun_by, take_back, write_launch
-from frameworm.records.schema import EpochRecord, RunRecord, StepRecord
+from frameworm.records.schema import EpochRecord, RunRecord, StepRecord, json_ready
 from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, unfinished_runs
 from frameworm.records.writer import JsonLinesWriter, StepReader
@@ -36,6 +39,7 @@ class RunOutput:
         folder: The folder, or None to leave nothing behind.
         resumed: The folder holds a run to go on with.
         experiment: What to write down for a later `resume="auto"`, if anything.
+        loggers: Trackers that are told of the run, on rank 0.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class RunOutput:
         rank: int,
         world_size: int,
         experiment: dict[str, str] | None = None,
+        loggers: Sequence[NamedLogger] = (),
     ) -> None:
         self.folder = folder
         self.resumed = resumed
@@ -57,9 +62,18 @@ class RunOutput:
         self._world_size = world_size
         self._experiment = experiment
         self._writer: JsonLinesWriter | None = None
+        self._named_loggers = loggers
+        self._loggers: RunLoggers | None = None
+        self._earlier_steps = self._seen_steps = 0
 
-    def listeners(self, rank: int, total_steps: int | None, mfu: Mfu | None = None) -> list[Listener]:
-        """Who else listens on this rank: the step writer, other sinks, the progress line."""
+    def listeners(
+        self,
+        rank: int,
+        total_steps: int | None,
+        mfu: Mfu | None = None,
+        memory: Callable[[], int | None] | None = None,
+    ) -> list[Listener]:
+        """Who else listens on this rank: the step writer, the loggers, the progress line."""
         found: list[Listener] = []
         sinks = self._config.observe.sinks
         if self.folder is not None and "jsonl" in sinks:
@@ -67,11 +81,26 @@ class RunOutput:
             found.append(self._writer)
         if self.folder is not None and rank == 0:
             found.append(EpochTable(self.folder))
-            if "tensorboard" in sinks:
-                found.append(TensorBoardSink(self.folder.path / "tensorboard"))
+        if self._named_loggers and rank == 0:
+            points = StepPoints(self._config.observe.log_interval_s, self._world_size, mfu, memory)
+            ids = None if self.folder is None else RunIds(self.folder.path)
+            self._loggers = RunLoggers(self._named_loggers, points, self._describe, ids)
+            found.append(self._loggers)
         if self._show_progress and rank == 0:
             found.append(ProgressLine(total_steps, self._config.training.epochs, self._world_size, mfu=mfu))
         return found
+
+    def _describe(self, known: str | None) -> LoggedRun:
+        folder = None if self.folder is None else self.folder.path
+        return LoggedRun(
+            name=self._config.name if folder is None else folder.resolve().name,
+            config=json_ready(self._config.model_dump()),
+            folder=folder,
+            id=known,
+            step=self._earlier_steps,
+            seen_step=self._seen_steps,
+            close_s=self._config.observe.log_close_s,
+        )
 
     def system_path(self, rank: int) -> Path | None:
         """Where the sampler of this rank writes what it sees of the machine, if anywhere."""
@@ -99,7 +128,8 @@ class RunOutput:
         """Drop records of steps that will be done again; rank 0 also those of ranks that are no more."""
         if self.folder is None:
             return
-        self.folder.truncate_steps(rank, step)
+        self._earlier_steps = step
+        self._seen_steps = step + self.folder.truncate_steps(rank, step)
         for former in self.folder.step_files() if rank == 0 else ():
             if former >= self._world_size:
                 self.folder.truncate_steps(former, step)
@@ -110,14 +140,16 @@ class RunOutput:
         return iter(StepReader(path)) if path is not None and path.exists() else iter(())
 
     def close(self) -> list[str]:
-        """Finish writing steps; returns what was lost, in words."""
+        """Finish writing steps; returns what was lost, in words, here and by the loggers so far."""
+        notes = [] if self._loggers is None else self._loggers.notes
         if self._writer is None:
-            return []
+            return notes
         self._writer.close()
         if not self._writer.lost:
-            return []
+            return notes
         return [
-            f"{self._writer.lost} step records of rank {self._rank} were lost: {self._writer.problem or 'queue full'}"
+            *notes,
+            f"{self._writer.lost} step records of rank {self._rank} were lost: {self._writer.problem or 'queue full'}",
         ]
 
     def write_gradients(self, gradients: GradientTimes) -> None:
@@ -165,6 +197,7 @@ def open_output(
     rank: int,
     world_size: int,
     experiment: dict[str, str] | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> RunOutput:
     """Find or make the run folder on rank 0 and tell the others.
 
@@ -172,18 +205,23 @@ def open_output(
         run_dir: A folder, `auto` for runs/<name>-<time>, or None for no folder at all.
         resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or one.
         experiment: What a run that nobody named is known by; None: its name is enough.
+        loggers: Trackers of the caller's own, beside those that the config names.
 
     Raises:
         RunFolderError: The folder is taken, missing or cannot be written.
+        MissingPackageError: The package of a logger is not installed.
+        ConfigError: A logger needs a folder, and there is none.
     """
+    named: list[NamedLogger] = []
     choice: tuple[str | None, bool] | Exception = (None, False)
     if rank == 0:
         try:
+            named = make_loggers(config.observe, loggers, has_folder=run_dir is not None or resume is not None)
             folder, resumed = _choose(config, run_dir, resume, experiment)
             if folder is not None and resumed:
                 folder.refuse_links()
             choice = (None if folder is None else str(folder.path), resumed)
-        except RunFolderError as error:
+        except (RunFolderError, MissingPackageError, ConfigError) as error:
             choice = error
     choice = broadcast_object(choice)
     if isinstance(choice, Exception):
@@ -198,6 +236,7 @@ def open_output(
         rank=rank,
         world_size=world_size,
         experiment=experiment,
+        loggers=named,
     )
 
 

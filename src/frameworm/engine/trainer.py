@@ -13,7 +13,7 @@ from torch import nn
 
 from frameworm.config.checks import check_parallel
 from frameworm.config.schema import Config
-from frameworm.engine.given import check_callbacks, check_given, check_loader
+from frameworm.engine.given import check_callbacks, check_given, check_loader, check_loggers
 from frameworm.engine.inference import Inference, Trained
 from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
@@ -27,6 +27,7 @@ from frameworm.engine.summary import why_failed
 from frameworm.errors import CheckpointError, ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.launch.stopping import StopRequest
+from frameworm.observe.loggers.protocol import Logger
 from frameworm.parallel.replicated import DataParallelStrategy
 from frameworm.records.events import Listener
 from frameworm.records.schema import RunRecord
@@ -54,6 +55,8 @@ class Trainer:
         metrics: What validation computes beside loss and accuracy, by name: functions of the outputs and targets of the
             whole validation set that return a number, or metrics of torchmetrics. `f1` is recorded as `val_f1`, which
             `early_stop`, `checkpoint.metric` and `schedule_metric` can watch.
+        loggers: Trackers that rank 0 tells of the run: `tensorboard`, `wandb`, `mlflow`, `trackio`, `csv`, or objects
+            that follow `frameworm.Logger`; None for those that the config names.
         run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.
         **settings: Fields of the config by name, e.g. `clip_norm=1.0`, `accumulation=4`, `seed=0`, `every_steps=100`,
             or a section, `gpu=GPUConfig(...)`.
@@ -74,6 +77,7 @@ class Trainer:
         config: Config | None = None,
         callbacks: Sequence[Listener] | None = (),
         metrics: Mapping[str, Any] | None = None,
+        loggers: Sequence[str | Logger] | None = None,
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:
@@ -83,6 +87,9 @@ class Trainer:
         self._loss_fn = loss_fn
         self._scheduler = scheduler
         mixed = [settings.pop(name, False) for name in ("use_amp", "enable_mixed_precision")]  # names of other trainers
+        self._loggers: list[Logger] = []
+        if loggers is not None:
+            settings["loggers"], self._loggers = check_loggers(loggers)
         self._config = apply_settings(api_defaults() if config is None else config, settings)
         self._seed = self._config.seed if config is not None or "seed" in settings else None
         # Without a word about the device, torch's own switches stay as the user has them.
@@ -191,6 +198,7 @@ class Trainer:
             sets_backend=self._sets_backend,
             metrics=self._metrics,
             trainer=self,
+            loggers=self._loggers,
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
             job = build_job(as_python_run(self._config, self.model), given)

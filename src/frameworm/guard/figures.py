@@ -28,8 +28,12 @@ COMPILING = 3.0
 CROWDED_FROM = 0.7
 
 # They say where things are or how the run is watched, not how it trains.
-_UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress")
-_UNTOLD_SECTION = "observe.targets."
+_UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress", "observe.loggers")
+_UNTOLD_SECTIONS = (
+    "observe.targets.",
+    "observe.log_",
+    *(f"observe.{logger}." for logger in ("csv", "mlflow", "tensorboard", "trackio", "wandb")),
+)
 
 
 @dataclass(slots=True)
@@ -163,7 +167,9 @@ def read_settings(folder: RunFolder) -> dict[str, Any]:
         raise RunFolderError(f"cannot read {folder.config}: {error}") from error
     flat: dict[str, Any] = {}
     _flatten(values if isinstance(values, dict) else {}, "", flat)
-    return {name: value for name, value in flat.items() if not name.startswith(_UNTOLD_SECTION) and name not in _UNTOLD}
+    return {
+        name: value for name, value in flat.items() if not name.startswith(_UNTOLD_SECTIONS) and name not in _UNTOLD
+    }
 
 
 def read_runs(paths: Iterable[str]) -> list[RunFigures]:

@@ -27,7 +27,8 @@ EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord) if i
 _STEPS_NAME = re.compile(r"steps-rank(\d+)\.jsonl")
 _FOLDER_NAME = re.compile(r"(?P<name>.+)-\d{8}-\d{6}(-\d+)?")
 _WRITTEN_NAME = re.compile(
-    r"config\.yaml|summary\..*|epochs\.csv|report\.html|gradients\.json|checkpoints|tensorboard|(steps|system|trace)-.*"
+    r"config\.yaml|summary\..*|epochs\.csv|report\.html|gradients\.json|checkpoints|tensorboard|wandb|"
+    r"loggers\.json|metrics\.csv|(steps|system|trace)-.*"
 )
 _FOLDER_MODE = 0o755
 

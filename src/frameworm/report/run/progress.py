@@ -30,6 +30,16 @@ _TIME_LEFT_WIDTH = 7
 Mfu = Callable[[float, float | None, float | None, float], float | None]
 
 
+def in_notebook(stream: TextIO) -> bool:
+    """Whether what is written there becomes the output of a notebook's cell."""
+    return type(stream).__module__.startswith("ipykernel.")
+
+
+def somebody_watches() -> bool:
+    """Whether progress is worth showing unasked: on a terminal and in a notebook, not in a log file."""
+    return sys.stderr.isatty() or in_notebook(sys.stdout)
+
+
 class ProgressLine(Listener):
     """Loss, samples/s, MFU where it is known, and time left.
 
@@ -39,7 +49,8 @@ class ProgressLine(Listener):
         total_steps: Steps of the whole run, or None when nobody knows.
         epochs: Epochs of the whole run.
         world_size: Ranks that do what this one does.
-        stream: Where to write; a terminal gets the live line.
+        stream: Where to write; a terminal gets the live line. None for stderr, in a notebook stdout: notebooks
+            show stderr as an error.
         mfu: Tells the MFU of steps of this rank.
     """
 
@@ -53,11 +64,12 @@ class ProgressLine(Listener):
         stream: TextIO | None = None,
         mfu: Mfu | None = None,
     ) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = stream or (sys.stdout if in_notebook(sys.stdout) else sys.stderr)
         self._total = total_steps
         self._epochs = epochs
         self._world_size = world_size
-        self._live = Live(total_steps, self._stream) if self._stream.isatty() else None
+        draws = self._stream.isatty() and not in_notebook(self._stream)
+        self._live = Live(total_steps, self._stream) if draws else None
         self._every_s = REDRAW_S if self._live else PLAIN_EVERY_S
         self._loss: float | None = None
         self._mfu = mfu

@@ -272,7 +272,7 @@ def _rehearsed(job: TrialJob, size: int, accumulation: int) -> Config:
             "early_stop": None,
         }
     )
-    config.observe = config.observe.model_copy(update={"sinks": [], "progress": False, "trace": "off"})
+    config.observe = config.observe.model_copy(update={"sinks": [], "loggers": [], "progress": False, "trace": "off"})
     # A trial that helps itself would not tell that the size is too large.
     config.memory = config.memory.model_copy(update={"on_oom": "stop"})
     return config

@@ -208,7 +208,7 @@ def _quiet(config: Config, training: dict[str, Any]) -> Config:
     """The config as for training, but for all that lasts or helps itself."""
     config = config.model_copy(deep=True)
     config.training = config.training.model_copy(update=training)
-    config.observe = config.observe.model_copy(update={"sinks": [], "progress": False, "trace": "off"})
+    config.observe = config.observe.model_copy(update={"sinks": [], "loggers": [], "progress": False, "trace": "off"})
     config.memory = config.memory.model_copy(update={"on_oom": "stop"})
     return config
 

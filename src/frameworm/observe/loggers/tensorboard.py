@@ -1,0 +1,57 @@
+"""TensorBoard event files, by torch's own writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from frameworm.observe.loggers.protocol import LoggedRun
+
+FOLDER_NAME = "tensorboard"
+
+
+class TensorBoardLogger:
+    """Writes event files; show them with `tensorboard --logdir FOLDER`.
+
+    Args:
+        folder: Where they go; None for `tensorboard` in the run folder.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._make_writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = None
+        self._step = 0
+
+    def start(self, run: LoggedRun) -> str | None:
+        """Begin a new file; of a resumed run, TensorBoard hides what earlier files say of the steps taken again."""
+        # A folder of the user's own is shared by many runs, and each is a line of its own there.
+        folder = (run.folder or Path()) / FOLDER_NAME if self._folder is None else self._folder / run.name
+        self._step = run.step
+        self._writer = self._make_writer(str(folder), purge_step=run.step + 1 if run.step else None)
+        text = yaml.safe_dump(dict(run.config), sort_keys=False)
+        self._writer.add_text("config", _as_code(text), run.step)
+        return None
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write one scalar for each value."""
+        self._step = step
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Write the summary as a text, and close the file."""
+        self._writer.add_text("summary", _as_code(yaml.safe_dump(dict(summary), sort_keys=False)), self._step)
+        self._writer.close()
+
+
+def _as_code(text: str) -> str:
+    """A text that TensorBoard shows as it stands: it draws Markdown, in which four spaces make a code block."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
