@@ -17,6 +17,12 @@ class Terminal(io.StringIO):
         return True
 
 
+class CellOutput(Terminal):
+    """As ipykernel's stdout, which some notebooks make look like a terminal."""
+
+    __module__ = "ipykernel.iostream"
+
+
 RECORD = RunRecord("name", "completed", {}, Batch(4, 1, 2, 8))
 
 
@@ -40,6 +46,19 @@ def test_plain_lines_away_from_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0].startswith("epoch 1/3  step 1/10  loss 2.0000  80 samples/s  50% waiting for data  about ")
     assert lines[-1] == "epoch 1/3  loss 1.5  val loss 1.25  accuracy 87.50%  100 samples/s  1.00 s"
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_notebook_gets_plain_lines_on_stdout_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+    stream = CellOutput()
+    assert "\x1b" not in _run(stream)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert not progress.somebody_watches()
+    cell = CellOutput()
+    monkeypatch.setattr("sys.stdout", cell)
+    assert progress.somebody_watches()
+    ProgressLine(10, 3, world_size=1).on_epoch(EpochRecord(1, 1.0, 1.5, 1.25, 0.875, 100.0))
+    assert cell.getvalue().startswith("epoch 1/3  loss 1.5")
 
 
 def test_mfu_is_shown_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,8 @@ class MlflowLogger:
     def start(self, run: LoggedRun) -> str | None:
         """Open the run with its config as parameters, or go on with it."""
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
-        if run.id is not None:
+        if run.id is not None and self._reopened(run.id):
             self._id = run.id
-            self._client.update_run(self._id, status="RUNNING")
             return self._id
         created = self._client.create_run(self._experiment_id(run), run_name=run.name)
         self._id = created.info.run_id
@@ -67,6 +66,16 @@ class MlflowLogger:
         for group in _groups((self._entities.RunTag(f"summary.{name}", text) for name, text in words), _MOST_PARAMS):
             self._client.log_batch(self._id, tags=group)
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
+
+    def _reopened(self, known: str) -> bool:
+        """Go on with a run; False if this server does not have it, or no longer."""
+        try:
+            self._client.update_run(known, status="RUNNING")
+        except self._mlflow.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
 
     def _experiment_id(self, run: LoggedRun) -> str:
         variables = import_module("mlflow.environment_variables")

@@ -31,11 +31,11 @@ class TensorBoardLogger:
         self._step = 0
 
     def start(self, run: LoggedRun) -> str | None:
-        """Begin a new file; of a resumed run, TensorBoard hides what earlier files say of the steps taken again."""
+        """Begin a new file; TensorBoard hides what earlier files of the run say of the steps that it takes again."""
         # A folder of the user's own is shared by many runs, and each is a line of its own there.
         folder = (run.folder or Path()) / FOLDER_NAME if self._folder is None else self._folder / run.name
         self._step = run.step
-        self._writer = self._make_writer(str(folder), purge_step=run.step + 1 if run.step else None)
+        self._writer = self._make_writer(str(folder), purge_step=run.step + 1)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self._writer.add_text("config", _as_code(text), run.step)
         return None
