@@ -30,10 +30,11 @@ FLOORS = {
     "engine": 7,
     "attach": 7,
     "tune": 8,
+    "watch": 8,
     "cli": 9,
 }
 FRONT_DOORS = {"__init__", "__main__", "api", "distributed", "pytest_plugin"}
-WITHOUT_TORCH = {"errors", "config", "records", "diagnose", "scaling", "guard", "report"}
+WITHOUT_TORCH = {"errors", "config", "records", "diagnose", "scaling", "guard", "report", "watch"}
 READS_ENVIRONMENT = {"launch/environment.py", "config/load.py"}
 MOST_LINES = 500
 MOST_MODULES = 22
@@ -191,7 +192,7 @@ def test_no_circles_between_rooms() -> None:
     assert not circle, " -> ".join(circle)
 
 
-@pytest.mark.parametrize("module", ["engine.checkpoint.writer_process", "tune.processes.forkserver"])
+@pytest.mark.parametrize("module", ["engine.checkpoint.writer_process", "tune.processes.forkserver", "watch.server"])
 def test_processes_that_must_start_quickly_need_no_torch(module: str) -> None:
     code = f"import sys, frameworm.{module}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from frameworm.errors import FramewormError, RunFolderError
@@ -28,7 +29,7 @@ from frameworm.records.schema import (
     json_ready,
 )
 from frameworm.records.series import SeriesPoint
-from frameworm.records.statistics import DEFAULT_WARMUP, StepAggregate
+from frameworm.records.statistics import StepAggregate
 from frameworm.records.store import RunFolder
 from frameworm.records.trace import TraceSummary
 from frameworm.records.typed import read_record
@@ -37,6 +38,7 @@ from frameworm.records.writer import StepReader
 EXPOSED, REPLAY = "communication_exposed", "graph_replay"
 # Every training step has these; one that never shows up was there and could not be seen.
 EXPECTED = ("data_wait", "forward", "backward", "optimizer")
+BATCHES_KEPT = 10_000
 
 
 @dataclass
@@ -73,19 +75,19 @@ def take_surroundings(folder: RunFolder) -> Surroundings | None:
     return around
 
 
-class _Rank:
-    """Sums over the steps of one rank."""
+class RankSums:
+    """Sums over the steps of one rank, in bounded memory: sizes of batches are those of the latest steps."""
 
     def __init__(self) -> None:
         self.aggregate = StepAggregate()
-        self.fetched: list[float] = []
-        self.accumulated: list[float] = []
+        self.fetched: deque[float] = deque(maxlen=BATCHES_KEPT)
+        self.accumulated: deque[float] = deque(maxlen=BATCHES_KEPT)
         self.samples = 0
         self.checkpoints = 0
         self.checkpoint_s = 0.0
-        self._communication: list[float | None] = []
 
     def add(self, step: StepRecord) -> None:
+        """Take one step in."""
         self.aggregate.add(step)
         self.samples += step.samples
         metrics = step.metrics
@@ -101,38 +103,37 @@ class _Rank:
         # Model, optimizer and the like in files of their own are one checkpoint.
         self.checkpoints += metrics.get("checkpoints", 0) > 0
         self.checkpoint_s += step.phases.get("checkpoint", 0.0)
-        self._communication.append(step.communication_s)
-
-    @property
-    def communication_s(self) -> float | None:
-        """Mean of the steps that the phases count too: the first ones are warm-up."""
-        steps = self._communication
-        known = [item for item in steps[min(DEFAULT_WARMUP, len(steps) // 2) :] if item is not None]
-        return mean(known) if known else None
 
     def summary(self, rank: int) -> RankSummary:
+        """The mean step of the rank, without the warm-up."""
         spread = self.aggregate.throughput().step_s
         phases = {name: phase.mean_s for name, phase in self.aggregate.phases().items()}
         return RankSummary(
             rank=rank,
             step_s=None if spread is None else spread.mean,
             phases=phases,
-            communication_s=self.communication_s,
+            communication_s=self.aggregate.communication_s(),
         )
 
 
 def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[SeriesPoint]]:
     """The record of an attached run and its curve, from what its ranks have written."""
-    ranks: dict[int, _Rank] = {}
+    ranks: dict[int, RankSums] = {}
     for number, path in folder.step_files().items():
-        rank = _Rank()
+        ranks[number] = RankSums()
         with contextlib.suppress(RunFolderError):
             for step in StepReader(path):
-                rank.add(step)
-        if rank.aggregate.steps:
-            ranks[number] = rank
+                ranks[number].add(step)
+    return record_of_sums(folder, around, ranks)
+
+
+def record_of_sums(
+    folder: RunFolder, around: Surroundings, sums: Mapping[int, RankSums]
+) -> tuple[RunRecord, list[SeriesPoint]]:
+    """The same from steps that were read already."""
+    ranks = {number: rank for number, rank in sums.items() if rank.aggregate.steps}
     facts = around.facts
-    first = ranks[min(ranks)] if ranks else _Rank()
+    first = ranks[min(ranks)] if ranks else RankSums()
     world_size = max(around.world_size, len(ranks))
     record = RunRecord(
         name=around.name,
@@ -185,7 +186,7 @@ def _framework(facts: Mapping[str, Any]) -> Framework | None:
     return None if found is None else read_record(Framework, found)
 
 
-def _checkpoints(rank: _Rank) -> CheckpointStatistics:
+def _checkpoints(rank: RankSums) -> CheckpointStatistics:
     """A script saves between two steps: training stands still for as long as it takes."""
     if not rank.checkpoints:
         return CheckpointStatistics()
@@ -240,7 +241,7 @@ def stored_trace(folder: RunFolder) -> TraceSummary | None:
     return None
 
 
-def _batch(rank: _Rank, world_size: int) -> Batch:
+def _batch(rank: RankSums, world_size: int) -> Batch:
     accumulation = max(1, round(median(rank.accumulated))) if rank.accumulated else 1
     micro = round(median(rank.fetched)) if rank.samples else None
     return Batch(micro, accumulation, world_size, None if micro is None else micro * accumulation * world_size)

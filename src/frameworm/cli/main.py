@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune
+from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune, watch
 from frameworm.cli.output import say
 from frameworm.errors import FramewormError
 from frameworm.launch.environment import ask_to_keep_freed_memory
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 train.register(app)
 observe.register(app)
+watch.register(app)
 scale.register(app)
 sweep.register(app)
 predict.register(app)

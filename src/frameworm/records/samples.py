@@ -44,7 +44,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[SystemSample]:
     found = []
     try:
         for line in read_lines(path):
-            sample = _parse(line)
+            sample = parse_sample(line)
             if sample is not None:
                 found.append(sample)
     except OSError as error:
@@ -105,7 +105,8 @@ def _short(value: Any) -> Any:
     return [_short(item) for item in value] if isinstance(value, list) else value
 
 
-def _parse(line: bytes) -> SystemSample | None:
+def parse_sample(line: bytes) -> SystemSample | None:
+    """The sample that a line holds, or None if it holds none."""
     try:
         data = parse_line(line)
         sample = SystemSample(**{name: data[name] for name in _FIELDS if name in data})

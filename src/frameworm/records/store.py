@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -38,10 +38,12 @@ class RunFolder:
 
     Args:
         path: The folder; it is neither made nor checked here, see `create` and `open`.
+        read: Reads the text of a file of at most so many bytes; a caller that must not leave a folder gives its own.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], read: Callable[[Path, int], str] = read_text) -> None:
         self.path = Path(path)
+        self._read_text = read
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -203,7 +205,7 @@ class RunFolder:
         Raises:
             RunFolderError: There is none, or it cannot be read.
         """
-        return _read(self.config, MOST_CONFIG_BYTES)
+        return self._read(self.config, MOST_CONFIG_BYTES)
 
     def write_config(self, text: str) -> None:
         """Write the resolved config."""
@@ -225,7 +227,7 @@ class RunFolder:
         Raises:
             RunFolderError: There is none, or it is not one.
         """
-        text = _read(self.summary_json)
+        text = self._read(self.summary_json)
         try:
             return RunRecord.from_dict(parse_json(text))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -249,7 +251,7 @@ class RunFolder:
         Raises:
             RunFolderError: There is none, or it is not one.
         """
-        rows = csv.DictReader(io.StringIO(_read(self.epochs_csv)))
+        rows = csv.DictReader(io.StringIO(self._read(self.epochs_csv)))
         try:
             missing = [name for name in EPOCH_COLUMNS if name not in (rows.fieldnames or ())]
             if missing:
@@ -273,6 +275,14 @@ class RunFolder:
             ]
         except (ValueError, TypeError, csv.Error) as error:
             raise RunFolderError(f"{self.epochs_csv}, line {rows.line_num}: {error}") from error
+
+    def _read(self, path: Path, most_bytes: int = MOST_BYTES) -> str:
+        try:
+            return self._read_text(path, most_bytes)
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{path} does not exist; the run has not come that far, or is not a run") from error
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot read {path}: {error}") from error
 
     def truncate_steps(self, rank: int, last_step: int) -> int:
         """Drop what a rank wrote after `last_step`, and broken lines, so that a resumed run writes no step twice.
@@ -310,15 +320,6 @@ def unfinished_runs(root: str | os.PathLike[str], name: str) -> Iterator[RunFold
     for folder in find_runs(root):
         if folder.has_checkpoint() and folder.run_name() == name and folder.status() != "completed":
             yield folder
-
-
-def _read(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    try:
-        return read_text(path, most_bytes)
-    except FileNotFoundError as error:
-        raise RunFolderError(f"{path} does not exist; the run has not come that far, or is not a run") from error
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"cannot read {path}: {error}") from error
 
 
 def _cell(text: str) -> float | None:

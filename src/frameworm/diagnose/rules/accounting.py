@@ -17,7 +17,7 @@ from frameworm.records.schema import Remedy, RunRecord, Statistics, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.records.trace import TraceSummary
 
-StepsOfRanks = StepAccount | Iterable[StepRecord] | Mapping[int, Iterable[StepRecord]]
+StepsOfRanks = StepAccount | Iterable[StepRecord] | Mapping[int, StepAccount | Iterable[StepRecord]]
 
 FEWEST_SAMPLES = 3
 # Without the steps themselves the error of a mean is guessed from their spread; neighbours resemble each other.
@@ -224,8 +224,12 @@ def _accounts(steps: StepsOfRanks | None) -> dict[int, StepAccount]:
     if isinstance(steps, StepAccount):
         return {0: steps}
     if isinstance(steps, Mapping):
-        return {int(rank): StepAccount().extend(items) for rank, items in steps.items()}
+        return {int(rank): _account(items) for rank, items in steps.items()}
     return {0: StepAccount().extend(steps)}
+
+
+def _account(steps: StepAccount | Iterable[StepRecord]) -> StepAccount:
+    return steps if isinstance(steps, StepAccount) else StepAccount().extend(steps)
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

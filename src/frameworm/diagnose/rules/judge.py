@@ -112,7 +112,7 @@ def judge(
 
     Args:
         record: The run.
-        steps: Its steps: an account of them, the steps of one rank, or those of several by rank. Without them the
+        steps: Its steps: an account of them, the steps of one rank, or either of several by rank. Without them the
             errors of all figures are guessed from the spread of the steps, on the safe side.
         system: The machine during the run, where it is not in the record.
         config: The resolved config, as a `Config` or as data; remedies that are set already are then left out.

@@ -1,0 +1,309 @@
+"""All runs below one folder: which there are, which of them go on, and one row of figures for each."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from frameworm.errors import RunFolderError
+from frameworm.records.schema import RunRecord, json_ready
+from frameworm.records.statistics import summarise_steps
+from frameworm.records.store import RunFolder
+from frameworm.records.writer import parse_step
+from frameworm.watch.files import Inside
+from frameworm.watch.judging import Judge
+from frameworm.watch.run import WatchedRun
+
+RUNNING, UNFINISHED = "running", "unfinished"
+MOST_RUNS = 2_000
+MOST_DEPTH = 4
+MOST_INDEXED = 16  # runs whose curves are kept in memory
+MOST_FOLLOWED = 8  # running ones that are indexed for the table alone
+LIVE_S = 60.0  # a run that has not written for so long has ended, however it did
+SCAN_S = 2.0
+_TAIL_BYTES = 2**17
+_SUMMARY_BYTES = 16 * 2**20
+_GROWING_NAME = re.compile(r"(steps|system)-rank\d+\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run in the table; None: not known."""
+
+    id: str
+    name: str  # of the folder, from the root on
+    status: str
+    model: str | None
+    started: float | None
+    steps: int | None
+    loss: float | None
+    samples_per_s: float | None
+    verdict: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON-ready data."""
+        found: dict[str, Any] = json_ready(asdict(self))
+        return found
+
+
+@dataclass(slots=True)
+class _Signs:
+    """What a look at the names in a run folder tells."""
+
+    written: float  # when the newest file of steps or samples was written, by the clock of its disk
+    began: float
+    summary: tuple[int, int] | None  # time and size of the summary
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of a run from one look to the next."""
+
+    folder: RunFolder
+    name: str
+    written: float | None = None
+    changed_at: float | None = None  # when that was last seen to change, by the clock of this process
+    summary_key: tuple[int, int] | None = None
+    summary: RunRecord | None = None
+    tail_key: float | None = None
+    tail: tuple[int | None, float | None, float | None] = (None, None, None)
+    model: str | None = None
+
+
+class Catalogue:
+    """The runs below a folder, or the one run that the folder is.
+
+    Args:
+        root: The folder. It may be empty, and runs may come and go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.inside = Inside(root)
+        self.root = self.inside.root
+        self._known: dict[str, _Known] = {}
+        self._indexed: OrderedDict[str, tuple[WatchedRun, Judge]] = OrderedDict()
+        self._lock = threading.RLock()
+        self._scanned_at: float | None = None
+        self._rows: list[Row] = []
+
+    def rows(self) -> list[Row]:
+        """One row for each run, newest first; looked for again every few seconds."""
+        with self._lock:
+            now = time.monotonic()
+            if self._scanned_at is None or now - self._scanned_at >= SCAN_S:
+                self._scan()
+                self._rows = self._make_rows()
+                self._scanned_at = time.monotonic()
+            return self._rows
+
+    def find(self, run_id: str) -> WatchedRun | None:
+        """The index of a run by its id, read as far as one portion of its files; None: there is no such run (now)."""
+        with self._lock:
+            if self._scanned_at is None:
+                self.rows()
+            known = self._known.get(run_id)
+            if known is None:
+                return None
+            run, _ = self._index(run_id, known)
+        run.refresh()
+        return run
+
+    def record(self, run_id: str) -> tuple[str, RunRecord] | None:
+        """Status and record of a run: its summary where that is its last word, else what its steps say so far."""
+        with self._lock:
+            known = self._known.get(run_id)
+            signs = None if known is None else _look(known.folder)
+            if known is None or signs is None:
+                return None
+            status = self._status(known, signs)
+            if known.summary is not None and status not in (RUNNING, UNFINISHED):
+                return status, known.summary
+            run, judge = self._index(run_id, known)
+        run.refresh()
+        return status, judge.record(status, known.summary)
+
+    @property
+    def is_run(self) -> bool:
+        """True where the folder is a run itself."""
+        return any(known.folder.path == self.root for known in self._known.values())
+
+    def name_of(self, run_id: str) -> str:
+        """What the table calls a run."""
+        known = self._known.get(run_id)
+        return run_id if known is None else known.name
+
+    def _index(self, run_id: str, known: _Known) -> tuple[WatchedRun, Judge]:
+        found = self._indexed.get(run_id)
+        if found is None:
+            run = WatchedRun(known.folder, self.inside)
+            found = self._indexed[run_id] = run, Judge(run)
+            while len(self._indexed) > MOST_INDEXED:
+                self._indexed.popitem(last=False)
+        self._indexed.move_to_end(run_id)
+        return found
+
+    def _scan(self) -> None:
+        found: dict[str, _Known] = {}
+        for path in _run_folders(self.root):
+            name = path.name if path == self.root else path.relative_to(self.root).as_posix()
+            run_id = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+            shown = name.encode("utf-8", errors="replace").decode("utf-8")
+            found[run_id] = self._known.get(run_id) or _Known(RunFolder(path, self.inside.read_text), shown)
+        for run_id in self._indexed.keys() - found.keys():
+            del self._indexed[run_id]
+        self._known = found
+
+    def _make_rows(self) -> list[Row]:
+        rows = []
+        followed = 0
+        for run_id, known in self._known.items():
+            signs = _look(known.folder)
+            if signs is None:
+                continue  # deleted meanwhile
+            status = self._status(known, signs)
+            record = known.summary
+            if record is not None and status not in (RUNNING, UNFINISHED):
+                rows.append(_row_of(run_id, known, status, record, signs))
+                continue
+            if status == RUNNING and followed < MOST_FOLLOWED:
+                followed += 1
+                run, judge = self._index(run_id, known)
+                run.refresh()
+                if run.first() is not None and not run.behind:
+                    rows.append(_row_of(run_id, known, status, judge.record(status, record), signs))
+                    continue
+            rows.append(self._row_of_tail(run_id, known, status, signs))
+        return sorted(rows, key=lambda row: (row.started or 0.0, row.name), reverse=True)
+
+    def _status(self, known: _Known, signs: _Signs) -> str:
+        """What the summary says, unless steps were written after it; then whether they still are."""
+        if signs.summary != known.summary_key:
+            known.summary_key, known.summary = signs.summary, None
+            if signs.summary is not None and signs.summary[1] <= _SUMMARY_BYTES:
+                with contextlib.suppress(RunFolderError):
+                    known.summary = known.folder.read_summary()
+        now = time.monotonic()
+        if known.written is not None and signs.written != known.written:
+            known.changed_at = now
+        known.written = signs.written
+        if known.summary is not None and signs.summary is not None and signs.written <= signs.summary[0] / 1e9 + 2.0:
+            return known.summary.status
+        # The disk's clock may be wrong, so a change that was seen counts too; one in the future is recent.
+        is_recent = signs.written > time.time() - LIVE_S
+        is_changing = known.changed_at is not None and now - known.changed_at < LIVE_S
+        return RUNNING if is_recent or is_changing else UNFINISHED
+
+    def _row_of_tail(self, run_id: str, known: _Known, status: str, signs: _Signs) -> Row:
+        """The row of a run without a summary, from the end of its first file of steps."""
+        if known.tail_key != signs.written:
+            known.tail_key = signs.written
+            known.tail = self._read_tail(known.folder)
+        if known.model is None:
+            known.model = _workload_of(known.folder)
+        steps, loss, speed = known.tail
+        return Row(run_id, known.name, status, known.model or None, signs.began, steps, loss, speed, None)
+
+    def _read_tail(self, folder: RunFolder) -> tuple[int | None, float | None, float | None]:
+        files = folder.step_files()
+        steps = []
+        if files:
+            with contextlib.suppress(OSError):
+                text = self.inside.tail(files[min(files)], _TAIL_BYTES)
+                steps = [step for line in text.splitlines() if (step := parse_step(line.encode())) is not None]
+        if not steps:
+            return None, None, None
+        speed = summarise_steps(steps, world_size=len(files)).throughput.samples_per_s
+        return steps[-1].step, steps[-1].loss, speed
+
+
+def _row_of(run_id: str, known: _Known, status: str, record: RunRecord, signs: _Signs) -> Row:
+    loss = record.quality.train_loss
+    return Row(
+        run_id,
+        known.name,
+        status,
+        model_of(record),
+        signs.began,
+        record.steps,
+        loss,
+        record.throughput.samples_per_s,
+        record.verdict,
+    )
+
+
+def model_of(record: RunRecord) -> str | None:
+    """What trains, as far as the record says: the workload of a config, or the loop of a script."""
+    if record.workload:
+        return record.workload
+    found = record.framework
+    return None if found is None else found.loop or found.name
+
+
+def _workload_of(folder: RunFolder) -> str:
+    with contextlib.suppress(RunFolderError):
+        match = re.search(r"^workload:[ \t]*([^\s#][^\n#]*)", folder.read_config(), re.MULTILINE)
+        return match[1].strip().strip("\"'") if match else ""
+    return ""
+
+
+def _run_folders(root: Path) -> list[Path]:
+    """Run folders at or below the root; no link is followed, and a run is not searched for more runs."""
+    found: list[Path] = []
+    waiting = [(root, 0)]
+    while waiting and len(found) < MOST_RUNS:
+        path, depth = waiting.pop(0)
+        try:
+            with os.scandir(path) as entries:
+                names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        except OSError:
+            continue
+        if "summary.json" in names or any(_GROWING_NAME.fullmatch(name) for name in names):
+            found.append(path)
+            continue
+        below = [name for name, is_dir in sorted(names.items()) if is_dir and name[0] != "." and name != "checkpoints"]
+        if depth < MOST_DEPTH:
+            waiting += [(path / name, depth + 1) for name in below]
+        # A config alone may be that of a sweep; where nothing is below it, it is of a run that has just begun.
+        if "config.yaml" in names and not below:
+            found.append(path)
+    return found
+
+
+def _look(folder: RunFolder) -> _Signs | None:
+    written = began = 0.0
+    summary = None
+    try:
+        with os.scandir(folder.path) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if _GROWING_NAME.fullmatch(entry.name) or entry.name == "config.yaml":
+                        status = entry.stat(follow_symlinks=False)
+                        written = max(written, status.st_mtime)
+                        if entry.name == "config.yaml":
+                            began = status.st_mtime
+                    elif entry.name == "summary.json":
+                        status = entry.stat(follow_symlinks=False)
+                        summary = status.st_mtime_ns, status.st_size
+        if not began:
+            began = _first_time(folder) or folder.path.stat().st_mtime
+    except OSError:
+        return None
+    return _Signs(written, began, summary)
+
+
+def _first_time(folder: RunFolder) -> float | None:
+    """When a script's run began: its folder is named after the moment."""
+    match = re.search(r"-(\d{8}-\d{6})(-\d+)?$", folder.path.name)
+    if match is None:
+        return None
+    with contextlib.suppress(ValueError, OverflowError):
+        return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+    return None

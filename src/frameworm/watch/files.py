@@ -1,0 +1,165 @@
+"""Files below one folder: read whole or as they grow, and never from anywhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+MOST_LINE_BYTES = 2**20
+_FINGERPRINT_BYTES = 64
+
+
+class Inside:
+    """Opens plain files that lie below `root`, wherever links on the way to them lead.
+
+    Args:
+        root: The folder; it may be a link itself.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a file for reading, without waiting for a pipe.
+
+        Raises:
+            OSError: There is none, it is not a plain file, or it lies outside the folder.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except ValueError:  # a NUL in the name
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL)) from None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a plain file", str(path))
+            # Asked of the open file: a link that is swapped meanwhile changes nothing.
+            if not _place(descriptor, path).is_relative_to(self.root):
+                raise PermissionError(errno.EACCES, "leads out of the folder that is shown", str(path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return os.fdopen(descriptor, "rb")
+
+    def read_text(self, path: Path, most_bytes: int) -> str:
+        """The text of a file, for `RunFolder`.
+
+        Raises:
+            OSError: It cannot be read, or is too large.
+            ValueError: It is not UTF-8.
+        """
+        with self.open(path) as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes // 2**20} MiB", str(path))
+        return content.decode("utf-8")
+
+    def tail(self, path: Path, most_bytes: int) -> str:
+        """The last few bytes of a log, from the beginning of a line.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with self.open(path) as file:
+            start = max(0, os.fstat(file.fileno()).st_size - most_bytes)
+            file.seek(start)
+            text = file.read(most_bytes).decode("utf-8", errors="replace")
+        return text.partition("\n")[2] if start and "\n" in text else text
+
+
+def _place(descriptor: int, path: Path) -> Path:
+    try:
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return path.resolve()
+
+
+class Line(NamedTuple):
+    """One line without its end, and where in the file it begins."""
+
+    offset: int
+    text: bytes
+
+
+class Portion(NamedTuple):
+    """What was added to a file.
+
+    Attributes:
+        lines: Whole lines; one that is still being written waits for the next portion.
+        anew: The file was replaced or shortened: what was read before no longer holds.
+        behind: Bytes of the file that are left to read.
+    """
+
+    lines: list[Line]
+    anew: bool
+    behind: int
+
+
+class Follower:
+    """Reads a growing file of lines, each time on from where it stopped.
+
+    Args:
+        inside: Opens the file.
+        path: It need not exist yet, and may vanish.
+    """
+
+    def __init__(self, inside: Inside, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.size = 0
+        self._inside = inside
+        self._identity: tuple[int, int] | None = None
+        self._fingerprint = b""  # the last bytes read: a file rewritten in its place has others there
+        self._skipping = False  # within a line that is too long
+
+    def read(self, most_bytes: int) -> Portion:
+        """Read on, at most so many bytes; a file that is gone or unreadable has nothing to add."""
+        try:
+            with self._inside.open(self.path) as file:
+                return self._read(file, max(most_bytes, MOST_LINE_BYTES))
+        except OSError:
+            anew = self.offset > 0
+            self._forget()
+            return Portion([], anew, 0)
+
+    def _read(self, file: BinaryIO, most_bytes: int) -> Portion:
+        status = os.fstat(file.fileno())
+        anew = self.offset > 0 and not self._goes_on(file, status)
+        if anew:
+            self._forget()
+        self._identity = (status.st_dev, status.st_ino)
+        self.size = status.st_size
+        file.seek(self.offset)
+        data = file.read(most_bytes)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) >= MOST_LINE_BYTES:
+            end, self._skipping = len(data), True
+            lines: list[Line] = []
+        else:
+            lines = self._split(data[:end])
+        self._fingerprint = (self._fingerprint + data[:end])[-_FINGERPRINT_BYTES:]
+        self.offset += end
+        return Portion(lines, anew, max(0, status.st_size - self.offset) if end else 0)
+
+    def _goes_on(self, file: BinaryIO, status: os.stat_result) -> bool:
+        if status.st_size < self.offset or self._identity != (status.st_dev, status.st_ino):
+            return False
+        file.seek(self.offset - len(self._fingerprint))
+        return file.read(len(self._fingerprint)) == self._fingerprint
+
+    def _split(self, data: bytes) -> list[Line]:
+        lines = []
+        offset = self.offset
+        for text in data.split(b"\n")[:-1]:
+            if self._skipping:
+                self._skipping = False
+            elif len(text) <= MOST_LINE_BYTES and text.strip():
+                lines.append(Line(offset, text))
+            offset += len(text) + 1
+        return lines
+
+    def _forget(self) -> None:
+        self.offset = self.size = 0
+        self._identity, self._fingerprint, self._skipping = None, b"", False

@@ -1,0 +1,343 @@
+"""One run, indexed as its files grow: curves, sums and what happened, in memory that does not grow with the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frameworm.attach.record import RankSums
+from frameworm.records.account import StepAccount
+from frameworm.records.observations import SystemSample
+from frameworm.records.samples import parse_sample
+from frameworm.records.schema import StepRecord
+from frameworm.records.store import RunFolder
+from frameworm.records.system_figures import SystemFigures
+from frameworm.records.writer import parse_step
+from frameworm.watch.bins import Bin, Bins, joined, table
+from frameworm.watch.files import Follower, Inside
+
+PORTION_BYTES = 2**20  # of one file in one refresh, so that a long run does not hold up the others
+SHORTEST_REFRESH_S = 0.3
+DETAIL_STEPS = 40_000  # most that are read again to show a part of a long run step by step
+MOST_EVENTS = 200
+MOST_EPOCHS = 10_000
+MOST_RANKS = 1_024
+SYSTEM_RANKS = 8
+_RANK_BINS = 400
+_SYSTEM_BINS = 1_000
+_PAUSE_S = 60.0
+_PAUSE_STEPS = 20.0
+_SYSTEM_NAME = re.compile(r"system-rank(\d{1,6})\.jsonl")
+_PLAIN = (
+    "gpu_busy",
+    "gpu_memory_bytes",
+    "gpu_memory_total_bytes",
+    "gpu_power_w",
+    "gpu_temperature_c",
+    "gpu_clock_mhz",
+    "cpu_process",
+    "io_wait",
+    "host_memory",
+    "rss_bytes",
+)
+_BANDS = frozenset({"loss", "step_s", "grad_norm"})
+_RATES = ("disk_read_bytes", "disk_write_bytes", "network_sent_bytes", "network_received_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a run."""
+
+    time: float | None
+    step: int | None
+    kind: str  # epoch, skipped, loss, pause, clock, throttled
+    text: str
+
+
+class RankIndex:
+    """The steps of one rank: their curves, their sums, and what happened on rank 0."""
+
+    def __init__(self, limit: int, events: deque[Event] | None) -> None:
+        self.bins = Bins(limit)
+        self.sums = RankSums()
+        self.account = StepAccount()
+        self.latest: StepRecord | None = None
+        self.epoch_ends: dict[int, int] = {}  # the last step so far of each epoch
+        self._events = events
+        self._typical_s = 0.0
+        self._bad_loss = False
+
+    def add(self, step: StepRecord, offset: int) -> None:
+        """Take one step in."""
+        if not math.isfinite(step.step_s) or step.step_s < 0:
+            return
+        if not math.isfinite(step.time):
+            step.time = 0.0 if self.latest is None else self.latest.time
+        if self._events is not None:
+            self._notice(step, self._events)
+        self.bins.add(step.step, step.time, step_values(step), offset)
+        self.sums.add(step)
+        self.account.add(step)
+        self.latest = step
+        if step.epoch in self.epoch_ends or len(self.epoch_ends) < MOST_EPOCHS:
+            self.epoch_ends[step.epoch] = step.step
+        self._typical_s = step.step_s if not self._typical_s else 0.95 * self._typical_s + 0.05 * step.step_s
+
+    def _notice(self, step: StepRecord, events: deque[Event]) -> None:
+        before = self.latest
+        if step.skipped:
+            events.append(Event(step.time, step.step, "skipped", "update left out: gradients were not finite"))
+        bad = step.loss is not None and not math.isfinite(step.loss)
+        if bad and not self._bad_loss:
+            events.append(Event(step.time, step.step, "loss", f"the loss is {step.loss}"))
+        self._bad_loss = bad
+        if before is None:
+            return
+        if step.epoch > before.epoch:
+            events.append(Event(step.time, step.step, "epoch", f"epoch {step.epoch} began"))
+        gap_s = step.time - before.time - step.step_s
+        if gap_s > max(_PAUSE_S, _PAUSE_STEPS * self._typical_s):
+            events.append(Event(step.time, step.step, "pause", f"no step for {gap_s:,.0f} s: the run stood still"))
+        elif step.time < before.time - 1.0:
+            events.append(
+                Event(step.time, step.step, "clock", f"the clock went back by {before.time - step.time:,.0f} s")
+            )
+
+
+class SystemIndex:
+    """The machine as one rank saw it."""
+
+    def __init__(self) -> None:
+        self.bins = Bins(_SYSTEM_BINS)
+        self.figures = SystemFigures()
+        self.latest: SystemSample | None = None
+        self._elapsed_s = 0.0
+
+    def add(self, sample: SystemSample) -> None:
+        """Take one sample in; a clock that goes back counts as one that stands still."""
+        if not math.isfinite(sample.time):
+            return
+        before = self.latest
+        if before is not None:
+            self._elapsed_s += max(0.0, sample.time - before.time)
+        try:
+            values = _sample_values(sample, before)
+            self.figures.add(sample, self._elapsed_s)
+        except (TypeError, ValueError, ArithmeticError):  # JSON that a sampler never writes
+            return
+        self.bins.add(self._elapsed_s, sample.time, values)
+        self.latest = sample
+
+
+class WatchedRun:
+    """A run folder and what was read of it so far. All methods may be called from several threads.
+
+    Args:
+        folder: The run.
+        inside: Opens its files.
+    """
+
+    def __init__(self, folder: RunFolder, inside: Inside) -> None:
+        self.folder = folder
+        self.version = 0  # rises with everything new
+        self.behind = 0  # bytes of the step files that are left to read
+        self.lock = threading.RLock()
+        self.ranks: dict[int, RankIndex] = {}
+        self.system: dict[int, SystemIndex] = {}
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._inside = inside
+        self._step_files: dict[int, Follower] = {}
+        self._system_files: dict[int, Follower] = {}
+        self._refreshed_at = -math.inf
+
+    def refresh(self) -> None:
+        """Read on in all files, a portion of each; at once again only while there is more to read."""
+        with self.lock:
+            now = time.monotonic()
+            if not self.behind and now - self._refreshed_at < SHORTEST_REFRESH_S:
+                return
+            self._find_files()
+            self.behind = 0
+            for rank, follower in self._step_files.items():
+                self._read_steps(rank, follower)
+            for rank, follower in self._system_files.items():
+                self._read_samples(rank, follower)
+            self._refreshed_at = time.monotonic()
+
+    def progress(self) -> float:
+        """The part of the step files that was read, 0 to 1."""
+        size = sum(follower.size for follower in self._step_files.values())
+        return 1.0 if not size else max(0.0, 1.0 - self.behind / size)
+
+    def first(self) -> RankIndex | None:
+        """The lowest rank that has steps."""
+        return next((index for _, index in sorted(self.ranks.items()) if index.latest is not None), None)
+
+    def series(self, first: float | None, last: float | None, most: int) -> dict[str, Any]:
+        """The curves of the first rank between two steps, in at most so many bins.
+
+        A part of a long run is read from its file again where that shows more than the bins in memory.
+        """
+        with self.lock:
+            index = self.first()
+            if index is None:
+                return {**table([]), "samples_factor": 1.0}
+            bins = index.bins.between(first, last)
+            stride = index.bins.stride
+            factor = self._samples_factor(index)
+            rank = min(rank for rank, item in self.ranks.items() if item is index)
+            path, offset = self._step_files[rank].path, bins[0].offset if bins else 0
+        if stride > 1 and 0 < len(bins) < most and len(bins) * stride <= DETAIL_STEPS:
+            bins = self._detail(path, offset, first, last, len(bins) * stride) or bins
+        return {**table(joined(bins, most), _BANDS), "samples_factor": factor}
+
+    def heat(self, channel: str, columns: int) -> dict[str, Any]:
+        """Ranks beside each other: the mean of a channel per rank and equally long part of the run."""
+        with self.lock:
+            present = {rank: index for rank, index in sorted(self.ranks.items()) if len(index.bins)}
+            ends = [(index.bins.between(None, None)[0].first, index.bins.last or 0.0) for index in present.values()]
+            if not ends:
+                return {"ranks": [], "x": [], "rows": [], "channels": []}
+            low, high = min(end[0] for end in ends), max(end[1] for end in ends)
+            columns = int(max(1, min(columns, high - low + 1)))
+            width = (high - low + 1) / columns
+            rows = [_row(index.bins.between(None, None), channel, low, width, columns) for index in present.values()]
+            names = dict.fromkeys(
+                name
+                for index in present.values()
+                for item in index.bins.between(None, None)[-1:]
+                for name in item.channels
+            )
+        return {
+            "ranks": list(present),
+            "x": [low + width * (column + 1) - 1 for column in range(columns)],
+            "rows": rows,
+            "channels": [name for name in names if name in ("step_s", "work_s") or name.startswith("phase:")],
+        }
+
+    def machine(self, most: int) -> dict[str, Any]:
+        """The machine over the run, seconds since the first sample; of the first few ranks."""
+        with self.lock:
+            chosen = [(rank, index) for rank, index in sorted(self.system.items()) if len(index.bins)][:SYSTEM_RANKS]
+            return {str(rank): table(joined(index.bins.between(None, None), most)) for rank, index in chosen}
+
+    def _find_files(self) -> None:
+        for rank, path in self.folder.step_files().items():
+            if len(self._step_files) < MOST_RANKS:
+                self._step_files.setdefault(rank, Follower(self._inside, path))
+        with contextlib.suppress(OSError):
+            for path in self.folder.path.iterdir():
+                match = _SYSTEM_NAME.fullmatch(path.name)
+                if match and len(self._system_files) < MOST_RANKS:
+                    self._system_files.setdefault(int(match[1]), Follower(self._inside, path))
+
+    def _read_steps(self, rank: int, follower: Follower) -> None:
+        portion = follower.read(PORTION_BYTES)
+        leads = rank == min(self._step_files)
+        if portion.anew:
+            self.ranks.pop(rank, None)
+            if leads:
+                self.events.clear()
+        if portion.lines and rank not in self.ranks:
+            self.ranks[rank] = RankIndex(2_000 if leads else _RANK_BINS, self.events if leads else None)
+        for line in portion.lines:
+            step = parse_step(line.text)
+            if step is not None:
+                self.ranks[rank].add(step, line.offset)
+        self.behind += portion.behind
+        self.version += bool(portion.lines or portion.anew)
+
+    def _read_samples(self, rank: int, follower: Follower) -> None:
+        portion = follower.read(PORTION_BYTES)
+        if portion.anew:
+            self.system.pop(rank, None)
+        if portion.lines and rank not in self.system:
+            self.system[rank] = SystemIndex()
+        for line in portion.lines:
+            sample = parse_sample(line.text)
+            if sample is not None:
+                self.system[rank].add(sample)
+        self.version += bool(portion.lines or portion.anew)
+
+    def _samples_factor(self, first: RankIndex) -> float:
+        """Samples of all ranks to each one of the first."""
+        own = first.sums.aggregate.measured_samples
+        every = sum(index.sums.aggregate.measured_samples for index in self.ranks.values())
+        return every / own if own else float(len(self.ranks))
+
+    def _detail(self, path: Path, offset: int, first: float | None, last: float | None, steps: int) -> list[Bin]:
+        """The steps of a range, read from the file again."""
+        bins = Bins(4_000)
+        try:
+            with self._inside.open(path) as file:
+                file.seek(offset)
+                for _ in range(steps):
+                    line = file.readline(PORTION_BYTES)
+                    step = parse_step(line)
+                    if not line or (step is not None and last is not None and step.step > last):
+                        break
+                    if step is None or (first is not None and step.step < first):
+                        continue
+                    if math.isfinite(step.step_s) and math.isfinite(step.time):
+                        bins.add(step.step, step.time, step_values(step))
+        except OSError:
+            return []
+        return bins.between(None, None)
+
+
+def step_values(step: StepRecord) -> dict[str, float]:
+    """What a step adds to the curves."""
+    step_s = step.step_s
+    phases = step.phases
+    values = {
+        "step_s": step_s,
+        "work_s": step_s - phases.get("communication_exposed", 0.0),
+        "training_s": step_s - phases.get("validation", 0.0),
+        "samples": step.samples,
+    }
+    for name in ("loss", "lr", "grad_norm", "tokens", "communication_s", "rank_wait_s"):
+        value = getattr(step, name)
+        if value is not None:
+            values[name] = value
+    seen_s = 0.0
+    for name, seconds in phases.items():
+        values[f"phase:{name}"] = seconds
+        seen_s += seconds
+    if phases and "other" not in phases:
+        values["phase:other"] = max(0.0, step_s - seen_s)
+    for name, value in step.metrics.items():
+        values[f"metric:{name}"] = value
+    return values
+
+
+def _sample_values(sample: SystemSample, before: SystemSample | None) -> dict[str, float]:
+    values = {name: float(value) for name in _PLAIN if (value := getattr(sample, name)) is not None}
+    if sample.cpu_cores:
+        values["cpu_busy"] = sum(sample.cpu_cores) / len(sample.cpu_cores)
+        values["cpu_busiest_core"] = max(sample.cpu_cores)
+    if before is not None and sample.time > before.time:
+        for name in _RATES:
+            now, then = getattr(sample, name), getattr(before, name)
+            if now is not None and then is not None and now >= then:
+                values[f"{name}_per_s"] = (now - then) / (sample.time - before.time)
+    return values
+
+
+def _row(bins: list[Bin], channel: str, low: float, width: float, columns: int) -> list[float | None]:
+    sums, counts = [0.0] * columns, [0.0] * columns
+    for item in bins:
+        found = item.channels.get(channel)
+        if found is not None:
+            # A bin wider than a column fills all the columns that it lies in.
+            start, end = int((item.first - low) / width), int((item.last - low) / width)
+            for column in range(max(start, 0), min(end, columns - 1) + 1):
+                sums[column] += found[1]
+                counts[column] += found[0]
+    return [total / count if count else None for total, count in zip(sums, counts)]

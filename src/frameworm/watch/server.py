@@ -1,0 +1,287 @@
+"""The page and its data over HTTP: plain files, JSON, and changes as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.resources
+import json
+import math
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from frameworm.errors import EnvironmentSetupError
+from frameworm.watch import view
+from frameworm.watch.catalogue import RUNNING, Catalogue
+from frameworm.watch.run import WatchedRun
+from frameworm.watch.security import SHORTEST_TOKEN, Guard, host_names
+
+DEFAULT_PORT = 7007
+MOST_STREAMS = 64
+MOST_BINS = 2_000
+MOST_COLUMNS = 400
+TICK_S = 1.0
+BUSY_TICK_S = 0.05  # while a long run is being read in
+KEEP_ALIVE_S = 15.0
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+class Service:
+    """The answers to the page's requests, over one catalogue."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self._streams = 0
+        self._files = _static_files()
+
+    async def page(self, request: Request) -> Response:
+        """The page itself."""
+        return _file(self._files, "index.html")
+
+    async def static(self, request: Request) -> Response:
+        """A file of the page, one of those that are known by name."""
+        return _file(self._files, request.path_params["name"])
+
+    async def runs(self, request: Request) -> Response:
+        """The rows of all runs."""
+        return JSONResponse(await run_sync(self._rows))
+
+    async def run(self, request: Request) -> Response:
+        """Everything about one run but its curves."""
+        found = await run_sync(self._head, request.path_params["run"])
+        return _unknown() if found is None else JSONResponse(found)
+
+    async def series(self, request: Request) -> Response:
+        """Curves over the steps: `first`, `last` and `bins` choose the part and how fine it is."""
+        first, last = (_number(request, name) for name in ("first", "last"))
+        most = _whole(request, "bins", 600, MOST_BINS)
+        return await self._of_run(request, lambda run: run.series(first, last, most))
+
+    async def system(self, request: Request) -> Response:
+        """Curves of the machine."""
+        most = _whole(request, "bins", 400, MOST_BINS)
+        return await self._of_run(request, lambda run: run.machine(most))
+
+    async def ranks(self, request: Request) -> Response:
+        """Ranks beside each other."""
+        channel = request.query_params.get("channel", "work_s")
+        columns = _whole(request, "columns", 120, MOST_COLUMNS)
+        return await self._of_run(request, lambda run: run.heat(channel, columns))
+
+    async def log(self, request: Request) -> Response:
+        """The end of a log, by its name."""
+        name = request.query_params.get("name", "")
+        run_id = request.path_params["run"]
+
+        def read() -> str | None:
+            run = self.catalogue.find(run_id)
+            return None if run is None else view.log_tail(run, self.catalogue.inside, name)
+
+        text = await run_sync(read)
+        return _unknown() if text is None else PlainTextResponse(text)
+
+    async def stream(self, request: Request) -> Response:
+        """Changes as they come: of the table, or of the run that `run` names."""
+        if self._streams >= MOST_STREAMS:
+            return PlainTextResponse("503: too many pages are open\n", 503)
+        events = self.events(request.query_params.get("run"))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def events(self, run_id: str | None) -> AsyncIterator[str]:
+        """Server-sent events: `runs` with all rows, or `run` with one run's head, each time something changed."""
+        self._streams += 1
+        told = ""
+        told_at = time.monotonic()
+        try:
+            yield "retry: 2000\n\n"
+            while True:
+                tick_s = TICK_S
+                if run_id is None:
+                    kind, data = "runs", await run_sync(self._rows)
+                else:
+                    head = await run_sync(self._head, run_id)
+                    kind, data = "run", {"id": run_id, "status": "gone"} if head is None else head
+                    if data.get("progress", 1.0) < 1.0:
+                        tick_s = BUSY_TICK_S
+                text = json.dumps(data, sort_keys=True)
+                now = time.monotonic()
+                if text != told and (tick_s == TICK_S or not told or now - told_at >= TICK_S):
+                    yield f"event: {kind}\ndata: {text}\n\n"
+                    told, told_at = text, now
+                elif now - told_at >= KEEP_ALIVE_S:
+                    yield ": still here\n\n"
+                    told_at = now
+                await asyncio.sleep(tick_s)
+        finally:
+            self._streams -= 1
+
+    def _rows(self) -> dict[str, Any]:
+        rows = self.catalogue.rows()
+        return {
+            "root": self.catalogue.root.name,
+            "runs": [row.to_dict() for row in rows],
+            "single": self.catalogue.is_run,
+            "running": sum(row.status == RUNNING for row in rows),
+        }
+
+    def _head(self, run_id: str) -> dict[str, Any] | None:
+        self.catalogue.rows()
+        run = self.catalogue.find(run_id)
+        found = self.catalogue.record(run_id)
+        if run is None or found is None:
+            return None
+        status, record = found
+        with run.lock:
+            return view.head(run_id, self.catalogue.name_of(run_id), status, record, run)
+
+    async def _of_run(self, request: Request, make: Any) -> Response:
+        def answer() -> Any:
+            run: WatchedRun | None = self.catalogue.find(request.path_params["run"])
+            return None if run is None else make(run)
+
+        found = await run_sync(answer)
+        return _unknown() if found is None else JSONResponse(found)
+
+
+def make_app(catalogue: Catalogue, token: str, host: str, port: int) -> Guard:
+    """The application: guarded, read-only, and with nothing but the routes below."""
+    service = Service(catalogue)
+    app = Starlette(
+        routes=[
+            Route("/", service.page),
+            Route("/static/{name:path}", service.static),
+            Route("/api/runs", service.runs),
+            Route("/api/runs/{run}", service.run),
+            Route("/api/runs/{run}/series", service.series),
+            Route("/api/runs/{run}/system", service.system),
+            Route("/api/runs/{run}/ranks", service.ranks),
+            Route("/api/runs/{run}/log", service.log),
+            Route("/api/stream", service.stream),
+        ]
+    )
+    return Guard(app, token, host_names(host), f"frameworm_watch_{port}")
+
+
+class WatchServer:
+    """A bound socket and the page behind it; `serve` answers until the process is interrupted.
+
+    Args:
+        root: Folder of runs, or one run.
+        host: Address to listen on.
+        port: Port; None: 7007, or a free one where that is taken. 0: a free one.
+        token: What a visitor must know; a random one unless given.
+
+    Raises:
+        EnvironmentSetupError: The address cannot be had, or the token is too short or holds spaces.
+    """
+
+    def __init__(self, root: Path, host: str = "127.0.0.1", port: int | None = None, token: str | None = None) -> None:
+        self.token = secrets.token_urlsafe(32) if token is None else token
+        if not _is_fit(self.token):
+            raise EnvironmentSetupError(
+                f"--token needs {SHORTEST_TOKEN} or more letters, digits, '-' or '_'; leave it out for a random one"
+            )
+        self.host = host
+        self.socket = _bind(host, port)
+        self.port: int = self.socket.getsockname()[1]
+        self.catalogue = Catalogue(root)
+
+    @property
+    def url(self) -> str:
+        """The address to open, with the token."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        if self.host in ("0.0.0.0", "::", ""):
+            shown = socket.gethostname()
+        return f"http://{shown}:{self.port}/?token={self.token}"
+
+    def server(self) -> uvicorn.Server:
+        """The web server, not yet started."""
+        app = make_app(self.catalogue, self.token, self.host, self.port)
+        # No access log: addresses hold the token.
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        return uvicorn.Server(config)
+
+    def serve(self) -> None:
+        """Answer until interrupted."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self.server().run(sockets=[self.socket])
+
+
+def _is_fit(token: str) -> bool:
+    return len(token) >= SHORTEST_TOKEN and token.isascii() and all(item.isalnum() or item in "-_" for item in token)
+
+
+def _bind(host: str, port: int | None) -> socket.socket:
+    wanted = [DEFAULT_PORT, 0] if port is None else [port]
+    for number in wanted:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+            found = socket.socket(family, kind, protocol)
+        except (OSError, UnicodeError) as error:
+            raise EnvironmentSetupError(f"--host {host} is no address of this machine: {error}") from error
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(128)
+            return found
+        except (OSError, OverflowError) as error:
+            found.close()
+            problem = error
+    raise EnvironmentSetupError(f"cannot listen on {host}, port {wanted[-1]}: {problem}; give another --host or --port")
+
+
+def _static_files() -> dict[str, bytes]:
+    """The files of the page by name; what is not in here cannot be asked for."""
+    found: dict[str, bytes] = {}
+
+    def collect(folder: Any, prefix: str) -> None:
+        for item in folder.iterdir():
+            if item.is_dir():
+                collect(item, f"{prefix}{item.name}/")
+            elif Path(item.name).suffix in _TYPES:
+                found[prefix + item.name] = item.read_bytes()
+
+    collect(importlib.resources.files("frameworm.watch").joinpath("static"), "")
+    return found
+
+
+def _file(files: dict[str, bytes], name: str) -> Response:
+    content = files.get(name)
+    return _unknown() if content is None else Response(content, media_type=_TYPES[Path(name).suffix])
+
+
+def _unknown() -> Response:
+    return JSONResponse({"error": "there is no such thing here (any more)"}, 404)
+
+
+def _number(request: Request, name: str) -> float | None:
+    try:
+        value = float(request.query_params[name])
+    except (KeyError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _whole(request: Request, name: str, usual: int, most: int) -> int:
+    value = _number(request, name)
+    return usual if value is None else int(max(1, min(value, most)))
