@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(
-    path: Path = typer.Argument(RUNS, metavar="[RUN|ROOT]", help="A run folder, or a folder that holds run folders."),
+    path: Path = typer.Argument(RUNS, metavar="RUN|ROOT", help="A run folder, or a folder that holds run folders."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; what is not this machine's own is unencrypted."),
     port: Optional[int] = typer.Option(  # noqa: UP045
         None, min=0, max=65535, help="Port; 7007 unless given, or a free one where that is taken.", show_default=False

@@ -68,9 +68,12 @@ class Judge:
             record.source = "engine"
         if config is not None:
             record.workload = config.workload
-            record.strategy = record.strategy or config.parallel.strategy
-            if isinstance(config.gpu.mixed_precision, str) and config.gpu.mixed_precision != "auto":
-                record.precision = record.precision or config.gpu.mixed_precision
+            # What a config leaves to the machine is known when the run has ended.
+            if config.parallel.strategy != "auto":
+                record.strategy = config.parallel.strategy
+            if config.gpu.mixed_precision != "auto":
+                precision = config.gpu.mixed_precision
+                record.precision = record.precision or ("fp32" if precision == "off" else precision)
         if before is not None:
             record.workload = before.workload or record.workload
             record.started, record.flops, record.source = before.started, before.flops, before.source

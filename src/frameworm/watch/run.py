@@ -204,7 +204,7 @@ class WatchedRun:
             present = {rank: index for rank, index in sorted(self.ranks.items()) if len(index.bins)}
             ends = [(index.bins.between(None, None)[0].first, index.bins.last or 0.0) for index in present.values()]
             if not ends:
-                return {"ranks": [], "x": [], "rows": [], "channels": []}
+                return {"ranks": [], "first": 0, "x": [], "rows": [], "channels": []}
             low, high = min(end[0] for end in ends), max(end[1] for end in ends)
             columns = int(max(1, min(columns, high - low + 1)))
             width = (high - low + 1) / columns
@@ -217,6 +217,7 @@ class WatchedRun:
             )
         return {
             "ranks": list(present),
+            "first": low,
             "x": [low + width * (column + 1) - 1 for column in range(columns)],
             "rows": rows,
             "channels": [name for name in names if name in ("step_s", "work_s") or name.startswith("phase:")],

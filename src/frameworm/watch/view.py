@@ -94,7 +94,8 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         facts.append(("communication", communication))
     if record.checkpoint.count:
         facts.append(("checkpoints", tables.checkpoint_text(record)))
-    facts += [(row.name, f"{row.goal} {row.grade}, {row.value}") for row in tables.target_rows(record)]
+    graded = [row for row in tables.target_rows(record) if row.value != tables.UNKNOWN]
+    facts += [(f"target: {row.name}", f"{row.goal}, {row.grade} ({row.value})") for row in graded]
     return facts
 
 

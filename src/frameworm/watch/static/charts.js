@@ -2,6 +2,7 @@
 import {colour, el} from "./dom.js";
 
 const HEIGHT = 210;
+const POWERS = Array.from({length: 60}, (_, power) => 2 ** power);  // round numbers of bytes
 
 // Outliers must not flatten the rest: the axis ends above what 98 of 100 points reach, and the note says what lies beyond.
 function cutAt(values) {
@@ -13,7 +14,7 @@ function cutAt(values) {
 }
 
 export class Chart {
-  // options: title, format, broad, fromZero, top, cut, stacked, xFormat, sync, onZoom
+  // options: title, format, tick, binary, broad, fromZero, top, cut, stacked, xFormat, sync, onZoom
   // A curve is {label, colour, mean, low, high, dots, format}; all of its columns are as long as x.
   constructor(options) {
     this.options = options;
@@ -44,6 +45,7 @@ export class Chart {
     this.limit = cut && cut.limit;
     this.note.textContent = [cut ? `The axis is cut; the highest point is ${this.options.format(cut.most)}.` : "", note]
       .filter(Boolean).join(" ");
+    this.note.hidden = !this.note.textContent;
     const data = [x, ...columns];
     const shape = JSON.stringify(curves.map((curve) => [curve.label, curve.colour, Boolean(curve.low), curve.dots]));
     if (this.u && shape === this.shape) this.u.setData(data);
@@ -79,7 +81,8 @@ export class Chart {
       scales: {x: {time: false}, y: {range: (u, low, high) => this.range(low, high)}},
       axes: [
         {...axis, values: (u, ticks) => ticks.map(options.xFormat), size: 30},
-        {...axis, values: (u, ticks) => ticks.map(options.format), size: 74},
+        {...axis, values: (u, ticks) => ticks.map(options.tick ?? options.format), size: 74,
+          incrs: options.binary ? POWERS : undefined},
       ],
       cursor: {
         sync: options.sync ? {key: options.sync} : undefined, y: false, points: {show: !options.stacked},
@@ -175,8 +178,7 @@ export class HeatMap {
     this.draw();
     const ends = rows.length > 12 ? [data.ranks[0], data.ranks.at(-1)] : data.ranks;
     this.labels.replaceChildren(...ends.map((rank) => el("span", {}, `rank ${rank}`)));
-    this.axis.replaceChildren(el("span", {}, "step 1"), el("span", {}, `step ${Math.round(data.x.at(-1)).toLocaleString("en")}`));
-    this.axis.firstChild.textContent = `step ${Math.round(data.x[0]).toLocaleString("en")}`;
+    this.axis.replaceChildren(...[data.first, data.x.at(-1)].map((step) => el("span", {}, `step ${Math.round(step).toLocaleString("en")}`)));
     this.describe();
   }
 

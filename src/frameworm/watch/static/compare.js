@@ -1,7 +1,7 @@
 // Several runs on the same axes, and their figures side by side.
 import {Chart} from "./charts.js";
 import {badge} from "./table.js";
-import {curveColour, el, load, number, percent, seconds, whole} from "./dom.js";
+import {curveColour, el, load, number, percent, seconds, share, whole} from "./dom.js";
 
 const SHORTEST_MS = 4000;
 
@@ -16,10 +16,10 @@ export class ComparePage {
       loss: new Chart({title: "Loss", format: (value) => number(value), broad: true, ...x}),
       speed: new Chart({title: "Samples per second", format: (value) => number(value), fromZero: true, ...x}),
       step: new Chart({title: "Step time", format: seconds, fromZero: true, cut: true, ...x}),
-      wait: new Chart({title: "Share of the step spent waiting for data", format: percent, fromZero: true, ...x}),
-      exposed: new Chart({title: "Share of the step in exposed communication", format: percent, fromZero: true, ...x}),
+      wait: new Chart({title: "Share of the step spent waiting for data", format: percent, tick: share, fromZero: true, ...x}),
+      exposed: new Chart({title: "Share of the step in exposed communication", format: percent, tick: share, fromZero: true, ...x}),
     };
-    this.table = el("div", {class: "wide"});
+    this.table = el("div", {class: "wide spaced"});
     parent.replaceChildren(el("h1", {}, `${ids.length} runs compared`), el("div", {class: "tools"}, this.axis), this.table,
       el("div", {class: "charts"}, ...Object.values(this.charts).map((chart) => chart.node)));
     document.title = "compare · frameworm watch";

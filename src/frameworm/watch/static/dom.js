@@ -61,6 +61,7 @@ export function bytes(value) {
 
 export const rate = (value) => (isNumber(value) ? `${bytes(value)}/s` : "");
 export const percent = (value) => (isNumber(value) ? `${(value * 100).toFixed(1)}%` : "");
+export const share = (value) => `${Number((value * 100).toFixed(1))}%`;
 export const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en") : "");
 
 export function moment(value) {

@@ -2,7 +2,8 @@
 import {Chart, HeatMap} from "./charts.js";
 import {badge} from "./table.js";
 import {
-  PHASES, bytes, colour, curveColour, el, load, moment, number, percent, phaseColour, phaseLabel, rate, seconds, whole,
+  PHASES, bytes, colour, curveColour, el, load, moment, number, percent, phaseColour, phaseLabel, rate, seconds,
+  share, whole,
 } from "./dom.js";
 
 const SHORTEST_MS = 2000;
@@ -25,18 +26,18 @@ export class RunPage {
         ...xStep, onZoom}),
       speed: new Chart({title: "Throughput", format: (value) => number(value), fromZero: true, ...xStep, onZoom}),
       step: new Chart({title: "Step time", format: seconds, fromZero: true, cut: true, ...xStep, onZoom}),
-      accuracy: new Chart({title: "Validation accuracy", format: percent, ...xStep, onZoom}),
-      mfu: new Chart({title: "MFU", format: percent, fromZero: true, ...xStep, onZoom}),
+      accuracy: new Chart({title: "Validation accuracy", format: percent, tick: share, ...xStep, onZoom}),
+      mfu: new Chart({title: "MFU", format: percent, tick: share, fromZero: true, ...xStep, onZoom}),
       rates: new Chart({title: "Learning rate", format: (value) => number(value, 3), fromZero: true, ...xStep, onZoom}),
       norm: new Chart({title: "Gradient norm", format: (value) => number(value), fromZero: true, cut: true, ...xStep, onZoom}),
       inside: new Chart({title: "Within the phases", format: seconds, fromZero: true, cut: true, ...xStep, onZoom}),
       counts: new Chart({title: "Other measures", format: (value) => number(value), ...xStep, onZoom}),
-      memory: new Chart({title: "Memory", format: bytes, fromZero: true, ...xTime}),
-      gpu: new Chart({title: "GPU busy", format: percent, fromZero: true, top: 1, ...xTime}),
+      memory: new Chart({title: "Memory", format: bytes, binary: true, fromZero: true, ...xTime}),
+      gpu: new Chart({title: "GPU busy", format: percent, tick: share, fromZero: true, top: 1, ...xTime}),
       power: new Chart({title: "GPU power", format: (value) => `${number(value, 3)} W`, fromZero: true, ...xTime}),
-      cpu: new Chart({title: "CPU", format: percent, fromZero: true, top: 1, ...xTime}),
-      network: new Chart({title: "Network of the machine", format: rate, fromZero: true, ...xTime}),
-      disk: new Chart({title: "Disk", format: rate, fromZero: true, ...xTime}),
+      cpu: new Chart({title: "CPU", format: percent, tick: share, fromZero: true, top: 1, ...xTime}),
+      network: new Chart({title: "Network of the machine", format: rate, binary: true, fromZero: true, ...xTime}),
+      disk: new Chart({title: "Disk", format: rate, binary: true, fromZero: true, ...xTime}),
     };
     this.heat = new HeatMap((channel) => { this.channel = channel; this.loadCurves(); });
     this.head = el("div");
@@ -120,9 +121,10 @@ export class RunPage {
   }
 
   drawHead(head) {
-    const reading = head.progress < 1
-      ? el("div", {class: "progress", title: "reading the steps"}, el("div")) : null;
-    if (reading) reading.firstChild.style.width = `${head.progress * 100}%`;
+    const bar = el("div");
+    bar.style.width = `${head.progress * 100}%`;
+    const reading = head.progress < 1 ? el("div", {}, el("p", {class: "soft"},
+      `Reading the steps: ${Math.floor(head.progress * 100)}%. The curves are not complete yet.`), el("div", {class: "progress"}, bar)) : null;
     this.head.replaceChildren(
       el("div", {class: "title"}, el("h1", {}, head.name), badge(head.status)),
       el("p", {class: "soft"}, head.about.join(" · ")), reading ?? "",
@@ -133,6 +135,10 @@ export class RunPage {
     const findings = head.findings.map((item) => {
       const verb = item.code === "compute_bound" ? "takes" : "costs";
       const cost = item.share ? `, ${verb} ${item.share}` : "";
+      if (item.severity === "info") {
+        return el("div", {class: "finding"}, el("h3", {}, `${item.code.replaceAll("_", " ")} (info${cost})`, " ",
+          el("span", {class: "soft"}, item.evidence)));
+      }
       return el("div", {class: `finding ${["critical", "warning"].includes(item.severity) ? item.severity : ""}`},
         el("h3", {}, `${item.code.replaceAll("_", " ")} (${item.severity}${cost})`),
         el("p", {class: "soft"}, item.evidence),
@@ -140,9 +146,7 @@ export class RunPage {
         item.expected ? el("p", {}, `Expected speedup ${item.expected}`) : null);
     });
     const soFar = head.status === "running" ? " so far" : "";
-    this.verdict.replaceChildren(el("h2", {}, "Verdict"),
-      el("p", {class: "verdict"}, head.verdict ? head.verdict + soFar : "not judged yet"),
-      ...findings, ...head.notes.map((note) => el("p", {class: "soft"}, note)));
+    this.verdict.replaceChildren(el("h2", {}, `Verdict${soFar}: ${head.verdict || "not judged yet"}`), ...findings, ...head.notes.map((note) => el("p", {class: "soft"}, note)));
   }
 
   drawSteps(series) {

@@ -1,0 +1,149 @@
+"""The page in a real browser, while runs go on."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_browser import Browser
+from made_runs import append_steps, set_times, write_run
+from test_report_browser import CHROMIUM, in_browser
+
+from frameworm.watch.server import WatchServer
+
+pytestmark = [pytest.mark.slow, in_browser]
+EVIL = "<img src=x onerror=console.error('ran')>"
+CONFIG = """
+name: small
+model: {d_model: 32, n_heads: 2, num_layers: 1, dim_feedforward: 32, max_seq_len: 32, dropout: 0.0}
+data: {dataset: generated, vocab_size: 256, num_workers: 0, limit: 2048}
+training: {epochs: 40, global_batch: 16, cpu_threads: 1}
+gpu: {device: cpu}
+checkpoint: {every_steps: 500, keep: 2}
+"""
+# The ink of the first chart: what has been drawn on its canvas.
+DRAWN = (
+    "[...document.querySelectorAll('.chart:not([hidden]) canvas')].map(item => "
+    "item.getContext('2d').getImageData(0, 0, item.width, item.height).data.some(value => value > 0))"
+)
+FIGURE = (
+    "[...document.querySelectorAll('.figures dt')].find(item => item.textContent === '{}')?.nextSibling.textContent"
+)
+STEPS = FIGURE.format("steps")
+
+
+@contextlib.contextmanager
+def serving(root: Path) -> Iterator[WatchServer]:
+    """A server in this process."""
+    watching = WatchServer(root, port=0)
+    server = watching.server()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [watching.socket]})
+    thread.start()
+    try:
+        yield watching
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def row_of(name: str) -> str:
+    return f"[...document.querySelectorAll('#runs tbody tr')].find(row => row.innerText.includes({name!r}))"
+
+
+def test_a_training_is_watched_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    root = tmp_path / "runs"
+    root.mkdir()
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "frameworm", "train", "--config", "small.yaml", "--out", "runs/small"]
+    with serving(root) as watching, Browser(CHROMIUM, tmp_path) as browser:
+        browser.open(watching.url)
+        browser.wait_for("document.body.innerText.includes('There are no runs here yet')")
+        assert browser.evaluate("location.search") == "", "the token is in no address that is copied"
+        assert browser.evaluate("document.cookie") == "", "and in no script's reach"
+        training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            browser.wait_for(f"{row_of('small')}?.innerText.includes('running')")
+            browser.evaluate("document.querySelector('#runs tbody a').click()")
+            early = int(browser.wait_for(f"Number(({STEPS}).replaceAll(',', '')) > 20 && {STEPS}").replace(",", ""))
+            browser.wait_for(f"Number(({STEPS}).replaceAll(',', '')) > {early}")
+            assert browser.evaluate("document.querySelector('.badge').textContent") == "running"
+            browser.wait_for(f"{DRAWN}.length >= 5 && {DRAWN}.every(Boolean)")
+            assert training.wait(240) == 0
+        finally:
+            training.kill()
+            training.wait()
+        browser.wait_for("document.querySelector('.badge').textContent === 'completed'")
+        assert browser.evaluate(STEPS) == "5,120"
+        assert "Verdict:" in browser.evaluate("document.getElementById('verdict').innerText")
+        assert browser.console == []
+
+
+def test_zooming_ranks_and_comparing(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    root = tmp_path / "runs"
+    set_times(write_run(root, "before", steps=400, ranks=2, slow_rank=1), time.time() - 600)
+    set_times(write_run(root, "after", steps=300), time.time() - 300)
+    with serving(root) as watching, Browser(CHROMIUM, tmp_path) as browser:
+        browser.open(watching.url)
+        browser.wait_for(f"{row_of('before')} && {row_of('after')}")
+        browser.evaluate(
+            "(() => { const box = document.querySelector('input[type=search]'); box.value = 'bef COMP';"
+            "box.dispatchEvent(new Event('input')) })()"
+        )
+        assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 1
+        browser.evaluate("document.querySelector('#runs tbody a').click()")
+        browser.wait_for(f"{DRAWN}.length >= 10 && {DRAWN}.every(Boolean)")
+        assert browser.evaluate("document.querySelector('canvas.heat').height") == 2
+        browser.evaluate("document.querySelector('.u-over').scrollIntoView({block: 'center'})")
+        left, top, width = browser.evaluate(
+            "(() => { const box = document.querySelector('.u-over').getBoundingClientRect();"
+            "return [box.left, box.top, box.width] })()"
+        )
+        browser.drag((left + width * 0.25, top + 50), (left + width * 0.5, top + 50))
+        browser.wait_for("/Steps 1\\d\\d to 20\\d/.test(document.body.innerText)")
+        browser.evaluate(
+            "[...document.querySelectorAll('button')].find(item => item.textContent === 'Show all steps').click()"
+        )
+        browser.wait_for("!/Steps 1\\d\\d to/.test(document.body.innerText)")
+        browser.evaluate("location.hash = '#/'")
+        browser.wait_for("document.querySelectorAll('#runs tbody tr').length === 1")
+        browser.evaluate(
+            "(() => { const box = document.querySelector('input[type=search]'); box.value = '';"
+            "box.dispatchEvent(new Event('input')) })()"
+        )
+        browser.evaluate("document.querySelectorAll('#runs tbody input').forEach(item => item.click())")
+        browser.evaluate("document.getElementById('compare').click()")
+        browser.wait_for(
+            f"document.body.innerText.includes('2 runs compared') && {DRAWN}.length >= 3 && {DRAWN}.every(Boolean)"
+        )
+        assert "1,600" in browser.evaluate("document.querySelector('table').innerText")
+        assert browser.console == []
+
+
+def test_hostile_words_are_shown_and_run_nothing(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    root = tmp_path / "runs"
+    folder = write_run(root, EVIL, steps=50, word=EVIL)
+    (folder / f"{EVIL}.log").write_text(f"{EVIL}\n</pre><script>console.error('ran')</script>\x1b[31m")
+    with serving(root) as watching, Browser(CHROMIUM, tmp_path, size=(390, 800)) as browser:
+        browser.open(watching.url)
+        browser.wait_for(f"{row_of('onerror')}")
+        assert browser.evaluate("document.querySelector('#runs a').textContent") == EVIL
+        browser.evaluate("document.querySelector('#runs a').click()")
+        browser.wait_for("document.getElementById('log').textContent.includes('</pre>')")
+        browser.wait_for(f"{DRAWN}.length >= 5 && {DRAWN}.every(Boolean)")
+        assert browser.evaluate("document.querySelectorAll('img, main script').length") == 0
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "a phone scrolls sideways"
+        assert browser.console == []
+        append_steps(folder, 51, 60)
+        browser.wait_for("document.querySelector('.badge').textContent === 'running'")
+        browser.open(watching.url.partition("?")[0].replace("127.0.0.1", "localhost"))
+        browser.wait_for("document.body.innerText.startsWith('403')")
