@@ -92,7 +92,10 @@ class Browser:
         """The value of an expression as soon as it is true."""
         ends = time.monotonic() + deadline_s
         while time.monotonic() < ends:
-            found = self.evaluate(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")
+            tried = (
+                f"try {{ const found = {expression}; return found instanceof Node || found }} catch {{ return null }}"
+            )
+            found = self.evaluate(f"(() => {{ {tried} }})()")
             if found:
                 return found
             time.sleep(0.1)

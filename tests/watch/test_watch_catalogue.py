@@ -56,6 +56,23 @@ def test_a_resumed_run_runs_again_though_it_has_a_summary(tmp_path: Path) -> Non
     assert found.rows()[0].status == "completed"
 
 
+def test_a_copied_run_is_not_taken_for_one_that_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a")
+    moment = time.time()
+    os.utime(folder / "summary.json", (moment - 30, moment - 30))
+    os.utime(folder / "steps-rank0.jsonl", (moment, moment))
+    assert Catalogue(tmp_path).rows()[0].status == "completed"
+
+
+def test_a_run_that_was_resumed_and_killed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", status="interrupted")
+    append_steps(folder, 301, 310)
+    set_times(folder, time.time() - 600)
+    moment = time.time() - 1200
+    os.utime(folder / "summary.json", (moment, moment))
+    assert Catalogue(tmp_path).rows()[0].status == "unfinished"
+
+
 def test_clocks_of_the_disk_that_are_wrong(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "past", finished=False)
     set_times(folder, time.time() - 86_400)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from frameworm.errors import RunFolderError
 from frameworm.records.schema import RunRecord, json_ready
@@ -29,6 +29,7 @@ MOST_INDEXED = 16  # runs whose curves are kept in memory
 MOST_FOLLOWED = 8  # running ones that are indexed for the table alone
 LIVE_S = 60.0  # a run that has not written for so long has ended, however it did
 SCAN_S = 2.0
+_SUMMARY_LAG_S = 2.0  # a sampler may write once more after the summary
 _TAIL_BYTES = 2**17
 _SUMMARY_BYTES = 16 * 2**20
 _GROWING_NAME = re.compile(r"(steps|system)-rank\d+\.jsonl")
@@ -63,6 +64,17 @@ class _Signs:
     summary: tuple[int, int] | None  # time and size of the summary
 
 
+class _Brief(NamedTuple):
+    """What the table shows of a run's record."""
+
+    status: str
+    model: str | None
+    steps: int | None
+    loss: float | None
+    samples_per_s: float | None
+    verdict: str | None
+
+
 @dataclass(slots=True)
 class _Known:
     """What is remembered of a run from one look to the next."""
@@ -72,9 +84,9 @@ class _Known:
     written: float | None = None
     changed_at: float | None = None  # when that was last seen to change, by the clock of this process
     summary_key: tuple[int, int] | None = None
-    summary: RunRecord | None = None
+    summary: _Brief | None = None
     tail_key: float | None = None
-    tail: tuple[int | None, float | None, float | None] = (None, None, None)
+    tail: tuple[int | None, float | None, float | None] = (None, None, None)  # last step, its loss, samples/s
     model: str | None = None
 
 
@@ -90,6 +102,7 @@ class Catalogue:
         self.root = self.inside.root
         self._known: dict[str, _Known] = {}
         self._indexed: OrderedDict[str, tuple[WatchedRun, Judge]] = OrderedDict()
+        self._summaries: OrderedDict[str, tuple[tuple[int, int] | None, RunRecord | None]] = OrderedDict()
         self._lock = threading.RLock()
         self._scanned_at: float | None = None
         self._rows: list[Row] = []
@@ -123,12 +136,13 @@ class Catalogue:
             signs = None if known is None else _look(known.folder)
             if known is None or signs is None:
                 return None
-            status = self._status(known, signs)
-            if known.summary is not None and status not in (RUNNING, UNFINISHED):
-                return status, known.summary
+            status = self._status(run_id, known, signs)
             run, judge = self._index(run_id, known)
+            before = self._read_summary(run_id, known)
+        if before is not None and status not in (RUNNING, UNFINISHED):
+            return status, before
         run.refresh()
-        return status, judge.record(status, known.summary)
+        return status, judge.record(status, before)
 
     @property
     def is_run(self) -> bool:
@@ -150,6 +164,20 @@ class Catalogue:
         self._indexed.move_to_end(run_id)
         return found
 
+    def _read_summary(self, run_id: str, known: _Known) -> RunRecord | None:
+        """The summary of a run; those that were wanted last are kept."""
+        found = self._summaries.get(run_id)
+        if found is None or found[0] != known.summary_key:
+            record = None
+            if known.summary_key is not None and known.summary_key[1] <= _SUMMARY_BYTES:
+                with contextlib.suppress(RunFolderError):
+                    record = known.folder.read_summary()
+            found = self._summaries[run_id] = known.summary_key, record
+            while len(self._summaries) > MOST_INDEXED:
+                self._summaries.popitem(last=False)
+        self._summaries.move_to_end(run_id)
+        return found[1]
+
     def _scan(self) -> None:
         found: dict[str, _Known] = {}
         for path in _run_folders(self.root):
@@ -157,8 +185,9 @@ class Catalogue:
             run_id = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
             shown = name.encode("utf-8", errors="replace").decode("utf-8")
             found[run_id] = self._known.get(run_id) or _Known(RunFolder(path, self.inside.read_text), shown)
-        for run_id in self._indexed.keys() - found.keys():
-            del self._indexed[run_id]
+        for run_id in self._known.keys() - found.keys():
+            self._indexed.pop(run_id, None)
+            self._summaries.pop(run_id, None)
         self._known = found
 
     def _make_rows(self) -> list[Row]:
@@ -168,48 +197,56 @@ class Catalogue:
             signs = _look(known.folder)
             if signs is None:
                 continue  # deleted meanwhile
-            status = self._status(known, signs)
-            record = known.summary
-            if record is not None and status not in (RUNNING, UNFINISHED):
-                rows.append(_row_of(run_id, known, status, record, signs))
+            status = self._status(run_id, known, signs)
+            if known.summary is not None and status not in (RUNNING, UNFINISHED):
+                rows.append(_row_of(run_id, known, known.summary, signs))
                 continue
             if status == RUNNING and followed < MOST_FOLLOWED:
                 followed += 1
                 run, judge = self._index(run_id, known)
                 run.refresh()
                 if run.first() is not None and not run.behind:
-                    rows.append(_row_of(run_id, known, status, judge.record(status, record), signs))
+                    record = judge.record(status, self._read_summary(run_id, known))
+                    rows.append(_row_of(run_id, known, _brief(status, record), signs))
                     continue
             rows.append(self._row_of_tail(run_id, known, status, signs))
         return sorted(rows, key=lambda row: (row.started or 0.0, row.name), reverse=True)
 
-    def _status(self, known: _Known, signs: _Signs) -> str:
-        """What the summary says, unless steps were written after it; then whether they still are."""
+    def _status(self, run_id: str, known: _Known, signs: _Signs) -> str:
+        """What the summary says, unless the run went on after it; then whether it still does."""
         if signs.summary != known.summary_key:
-            known.summary_key, known.summary = signs.summary, None
-            if signs.summary is not None and signs.summary[1] <= _SUMMARY_BYTES:
-                with contextlib.suppress(RunFolderError):
-                    known.summary = known.folder.read_summary()
+            known.summary_key = signs.summary
+            record = self._read_summary(run_id, known)
+            known.summary = None if record is None else _brief(record.status, record)
         now = time.monotonic()
         if known.written is not None and signs.written != known.written:
             known.changed_at = now
         known.written = signs.written
-        if known.summary is not None and signs.summary is not None and signs.written <= signs.summary[0] / 1e9 + 2.0:
-            return known.summary.status
-        # The disk's clock may be wrong, so a change that was seen counts too; one in the future is recent.
-        is_recent = signs.written > time.time() - LIVE_S
         is_changing = known.changed_at is not None and now - known.changed_at < LIVE_S
-        return RUNNING if is_recent or is_changing else UNFINISHED
+        # The disk's clock may be wrong, so a change that was seen counts too; one in the future is recent.
+        is_live = is_changing or signs.written > time.time() - LIVE_S
+        brief = known.summary
+        if brief is None or signs.summary is None:
+            return RUNNING if is_live else UNFINISHED
+        if signs.written <= signs.summary[0] / 1e9 + _SUMMARY_LAG_S:
+            return brief.status
+        # A copied folder has times in any order: only growth, or more steps than the summary knows, prove a resume.
+        if (self._tail(known, signs)[0] or 0) > (brief.steps or 0):
+            return RUNNING if is_live else UNFINISHED
+        return RUNNING if is_changing else brief.status
 
     def _row_of_tail(self, run_id: str, known: _Known, status: str, signs: _Signs) -> Row:
         """The row of a run without a summary, from the end of its first file of steps."""
+        if known.model is None:
+            known.model = _workload_of(known.folder)
+        steps, loss, speed = self._tail(known, signs)
+        return Row(run_id, known.name, status, known.model or None, signs.began, steps, loss, speed, None)
+
+    def _tail(self, known: _Known, signs: _Signs) -> tuple[int | None, float | None, float | None]:
         if known.tail_key != signs.written:
             known.tail_key = signs.written
             known.tail = self._read_tail(known.folder)
-        if known.model is None:
-            known.model = _workload_of(known.folder)
-        steps, loss, speed = known.tail
-        return Row(run_id, known.name, status, known.model or None, signs.began, steps, loss, speed, None)
+        return known.tail
 
     def _read_tail(self, folder: RunFolder) -> tuple[int | None, float | None, float | None]:
         files = folder.step_files()
@@ -224,19 +261,14 @@ class Catalogue:
         return steps[-1].step, steps[-1].loss, speed
 
 
-def _row_of(run_id: str, known: _Known, status: str, record: RunRecord, signs: _Signs) -> Row:
-    loss = record.quality.train_loss
-    return Row(
-        run_id,
-        known.name,
-        status,
-        model_of(record),
-        signs.began,
-        record.steps,
-        loss,
-        record.throughput.samples_per_s,
-        record.verdict,
-    )
+def _row_of(run_id: str, known: _Known, brief: _Brief, signs: _Signs) -> Row:
+    status, model, steps, loss, speed, verdict = brief
+    return Row(run_id, known.name, status, model, signs.began, steps, loss, speed, verdict)
+
+
+def _brief(status: str, record: RunRecord) -> _Brief:
+    speed, verdict = record.throughput.samples_per_s, record.verdict
+    return _Brief(status, model_of(record), record.steps, record.quality.train_loss, speed, verdict)
 
 
 def model_of(record: RunRecord) -> str | None:

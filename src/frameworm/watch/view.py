@@ -29,6 +29,7 @@ def head(run_id: str, name: str, status: str, record: RunRecord, run: WatchedRun
     """Everything about a run but its curves, as JSON-ready data."""
     first = run.first()
     latest = None if first is None else first.latest
+    saved = checkpoints(run.folder.path)
     found = {
         "id": run_id,
         "name": name,
@@ -58,8 +59,8 @@ def head(run_id: str, name: str, status: str, record: RunRecord, run: WatchedRun
         "ranks": len(run.ranks),
         "steps": record.steps if latest is None else max(record.steps, latest.step),
         "time": None if latest is None else latest.time,
-        "checkpoints": checkpoints(run.folder.path),
-        "events": [_event(event) for event in _events(record, run)],
+        "checkpoints": saved,
+        "events": [_event(event) for event in _events(record, run, saved)],
         "logs": [path.name for path in log_files(run.folder.path)],
     }
     return dict(json_ready(found))
@@ -140,15 +141,15 @@ def _size(folder: Path) -> int:
     return size
 
 
-def _events(record: RunRecord, run: WatchedRun) -> list[Event]:
+def _events(record: RunRecord, run: WatchedRun, saved: list[dict[str, Any]]) -> list[Event]:
     """What happened, newest first: noticed in the steps, slow ones, checkpoints, clocks that were held down."""
     found = list(run.events)
     times = {step.step: step.time for step in record.slow_steps}
     for item in outliers(record):
         text = f"took {tables.seconds(item.step_s)}: {item.causes}"
         found.append(Event(times.get(item.step), item.step, "slow", text))
-    for saved in checkpoints(run.folder.path):
-        found.append(Event(saved["time"], saved["step"], "checkpoint", f"checkpoint written, {saved['size']}"))
+    for one in saved:
+        found.append(Event(one["time"], one["step"], "checkpoint", f"checkpoint written, {one['size']}"))
     for rank, index in sorted(run.system.items()):
         if index.latest is not None and index.latest.throttle_reasons:
             reasons = ", ".join(tables.plain(reason) for reason in index.latest.throttle_reasons)

@@ -58,8 +58,8 @@ export class Table {
       this.body.replaceChildren(el("tr", {}, el("td", {colspan: COLUMNS.length + 1, class: "soft"},
         "There are no runs here yet. One appears as soon as it begins.")));
     }
-    this.count.textContent = found.length === this.rows.length ? `${found.length} runs`
-      : `${found.length} of ${this.rows.length} runs`;
+    const all = `${this.rows.length} ${this.rows.length === 1 ? "run" : "runs"}`;
+    this.count.textContent = found.length === this.rows.length ? all : `${found.length} of ${all}`;
     this.ticks();
   }
 
