@@ -105,6 +105,24 @@ def test_a_loss_that_calls_the_model_hands_out_no_outputs() -> None:
     assert len(seen.losses) == 2
 
 
+def test_logits_that_are_put_off_are_handed_out_as_they_were() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(4100, 4), nn.Linear(4, 4100)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.words(words))
+
+    torch.manual_seed(0)
+    seen, model = Seen(), Words()
+    words = torch.arange(8)
+    before = model(words).detach()
+    make(seen, model=model, loss_fn=nn.functional.cross_entropy, fused_loss=True).train([(words, words)])
+    torch.testing.assert_close(seen.outputs[0], before)
+    assert type(seen.outputs[0]) is torch.Tensor
+
+
 def test_any_object_may_be_handed_batches() -> None:
     class Duck:
         calls = 0

@@ -137,9 +137,12 @@ class Inference:
     def _reading(self, loader: Any) -> Iterator[CudaDataLoader]:
         """This rank's part of a loader, with torch's switches as in training."""
         adopted, _ = adopt(loader, self._process, 1, self._config.seed, evaluation=True)
-        with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
             if self._sets_backend:
+                around.enter_context(backend_flags_kept())
                 set_backend(self._config, self._strategy.device)
+            if self._trained is not None and self._config.gpu.compile_model:
+                around.enter_context(torch.compiler.set_stance("force_eager"))  # as validation in training does
             try:
                 yield CudaDataLoader(adopted, self._strategy.device)
             finally:

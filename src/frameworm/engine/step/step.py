@@ -16,9 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from frameworm.data.batches.real_tokens import PLAN
 from frameworm.data.prefetch import map_tensors
 from frameworm.data.steps import StepBatch
 from frameworm.engine.model.compilation import mark_varying, sizes_of
+from frameworm.engine.model.fused_head import Logits
+from frameworm.engine.model.padding_free import is_planned
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.update import Update
 from frameworm.engine.step.loss import Computed, LossFunction
@@ -326,7 +329,15 @@ class TrainStep:
 
 def _seen(micro: Any, computed: Computed) -> SeenBatch:
     """Without their graph, which would keep all activations until the step's end."""
-    return SeenBatch(micro, map_tensors(computed.output, torch.Tensor.detach), computed.loss.detach())
+    if is_planned(micro):
+        micro = {name: item for name, item in micro.items() if name != PLAN}
+    return SeenBatch(micro, map_tensors(computed.output, _cut_loose), computed.loss.detach())
+
+
+@torch.no_grad()
+def _cut_loose(output: torch.Tensor) -> torch.Tensor:
+    """A model's output as it is now: logits that were put off would be computed with the weights after the update."""
+    return output.real_values("on_batch_end") if isinstance(output, Logits) else output.detach()
 
 
 def _as_count(count: torch.Tensor | float, loss: torch.Tensor, samples: int) -> torch.Tensor:
