@@ -69,6 +69,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_parallel(config),
         *_sharding(config),
         *_memory(config),
+        *_eight_bit(config),
         *_spikes(config),
         *_fused_loss(config),
         *_metrics(config),
@@ -246,6 +247,18 @@ def _sharding(config: Config) -> Iterator[Problem]:
     if parallel.check_replicas is not None:
         text = f"under strategy {strategy} no two ranks hold the same; leave it out"
         yield Problem((key("parallel.check_replicas"), where), text)
+
+
+def _eight_bit(config: Config) -> Iterator[Problem]:
+    if config.training.optimizer != "adamw8bit":
+        return
+    where = key("training.optimizer")
+    if config.parallel.strategy in SHARDED:
+        text = f"the state of adamw8bit lies in blocks, which strategy {config.parallel.strategy} cannot divide; use "
+        yield Problem((where, key("parallel.strategy")), f"{text}zero1, or adamw")
+    if config.gpu.capture != "off":
+        text = "adamw8bit counts its steps on the host, and a captured step would always count the same; use adamw"
+        yield Problem((where, key("gpu.capture")), text)
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -30,12 +30,13 @@ class TrainingConfig(Section):
         "note says so.",
     )
     accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
-    optimizer: Literal["adamw", "sgd", "muon"] = Field(
+    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit"] = Field(
         default="adamw",
-        description="Update rule; muon: torch's Muon for the matrices of hidden layers, AdamW for all else.",
+        description="Update rule; muon: torch's Muon for the matrices of hidden layers, AdamW for all else; adamw8bit: "
+        "AdamW of bitsandbytes, whose state takes 2 bytes per parameter instead of 8.",
     )
     lr: float = Field(default=3.0e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled decay (adamw, muon) or L2 penalty (sgd).")
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled decay, or L2 penalty (sgd).")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.999), description="AdamW's averaging factors.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum.")

@@ -24,6 +24,7 @@ LIBRARY_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 # Outside of torch's count: the driver's context, kernels, communication libraries.
 CONTEXT_BYTES = {"cuda": 600 * MIB, "cpu": 0}
 HALF_BYTES = 2  # of a number in bf16 and fp16
+EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)  # two numbers per parameter, and a float for each block of 256
 # Blocks that are free but too small for what is asked next, as a share of what comes and goes within a step.
 FRAGMENTATION = {"cuda": 0.05, "cpu": 0.0}
 
@@ -149,7 +150,7 @@ class Setting:
         """Tensors of a parameter's size that the optimizer keeps, at most (Muon has one for its matrices)."""
         if self.optimizer == "sgd":
             return 1 if self.momentum else 0
-        return 2
+        return 0 if self.optimizer == "adamw8bit" else 2
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,9 @@ def _beside_gradients(setting: Setting, whole: int) -> int:
 
 def _optimizer_bytes(model: ModelShapes, setting: Setting, held: int) -> int:
     """State of the fullest rank and its averages of weights; its counters of steps are a block each."""
-    copies = setting.state_copies + setting.averages
+    copies: float = setting.state_copies + setting.averages
+    if setting.optimizer == "adamw8bit":
+        copies += EIGHT_BIT_BYTES / model.element_bytes
     counters = 0 if setting.optimizer == "sgd" else len(model.shapes) * block(4, setting.device)
     if setting.strategy == "zero1" and setting.world_size > 1:
         sizes = [math.prod(shape) for shape in model.shapes]
@@ -341,5 +344,5 @@ def _optimizer_bytes(model: ModelShapes, setting: Setting, held: int) -> int:
             elements = -(-sizes[0] // setting.world_size)
         else:
             elements = largest_partition(sizes, setting.world_size)
-        return copies * elements * model.element_bytes + counters // setting.world_size
-    return copies * held + counters
+        return round(copies * elements * model.element_bytes) + counters // setting.world_size
+    return round(copies * held) + counters

@@ -131,6 +131,23 @@ def test_replays_keep_averages_and_a_trial_leaves_them_alone(trial: bool) -> Non
         assert not torch.equal(average, dict(captured.model.named_parameters())[name])
 
 
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_an_optimizer_that_counts_on_the_host_is_refused(where: str) -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                holders = [group] if where == "group" else [self.state[item] for item in group["params"]]
+                for holder in holders:
+                    holder["count"] = holder.get("count", 0) + 1
+            return super().step(closure)
+
+    bench = Bench()
+    bench.optimizer = bench.eager.update.optimizer = Counts(bench.model.parameters(), lr=0.1)
+    bench.train(*_batches(8))
+    assert bench.step.captured_steps == 0
+    assert "Counts keeps its count on the host" in bench.step.note
+
+
 def test_each_shape_is_recorded_once_and_a_step_counts_its_own_samples() -> None:
     bench = Bench()
     short = (torch.randn(2, 6), torch.zeros(2, dtype=torch.int64))

@@ -13,7 +13,7 @@ from torch import nn
 from frameworm.config.resolve import effective_lr
 from frameworm.config.schema import Config
 from frameworm.engine.optim.muon import MUON_EPS, MuonAdamW, hidden_matrices
-from frameworm.errors import ConfigError
+from frameworm.errors import ConfigError, EnvironmentSetupError
 
 log = logging.getLogger("frameworm")
 
@@ -43,6 +43,8 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
     fused = config.gpu.fused_optimizer is not False and all(item.is_floating_point() for item in parameters)
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=training.momentum, fused=fused)
+    if training.optimizer == "adamw8bit":
+        return _eight_bit(groups, lr=lr, betas=training.betas, eps=training.eps)
     if hidden:
         muon = {"rule": "muon", "momentum": training.muon_momentum, "eps": MUON_EPS}
         groups = [{"params": hidden, "weight_decay": training.weight_decay, **muon}, *groups]
@@ -55,6 +57,18 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
         )
         return MuonAdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
     return torch.optim.AdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
+
+
+def _eight_bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            "training.optimizer: adamw8bit needs the package bitsandbytes: pip install 'frameworm[bitsandbytes]' "
+            f"({error}), or use adamw"
+        ) from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    return optimizer
 
 
 def _for_muon(model: nn.Module) -> list[nn.Parameter]:

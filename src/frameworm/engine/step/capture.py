@@ -152,6 +152,7 @@ class CapturedStep:
         if update.halves is not None:
             update.halves.follow()
         update.one_pass = self._one_pass
+        counted = self._rates.counted_on_host()
         try:
             with _watching_for_waits() as waits, self._rates.on_device():
                 result = self.eager.compute(batch)
@@ -169,6 +170,11 @@ class CapturedStep:
             shape.warm = False  # the compiler waited, not the step: warm up once more
         elif waits:
             self._refuse(f"the host waits for the device inside the step ({waits[0]})")
+        now = self._rates.counted_on_host()
+        counting = next((key for key, value in counted.items() if now.get(key) != value), None)
+        if counting is not None and self._refused is None:
+            name = type(update.optimizer).__name__
+            self._refuse(f"{name} keeps its {counting[2]} on the host, and a recorded step would never change it")
         return result
 
     def _capture(self, shape: _Shape, step: int, batch: StepBatch) -> bool:

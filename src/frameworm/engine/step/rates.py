@@ -47,6 +47,18 @@ class DeviceRates:
         self._baked = others
         return changed
 
+    def counted_on_host(self) -> dict[tuple[str, int, str], float]:
+        """Plain numbers that the optimizer keeps; a recorded step would hold those that change as constants."""
+        groups, states = self._optimizer.param_groups, list(self._optimizer.state.values())
+        found = [("group", place, group) for place, group in enumerate(groups)]
+        found += [("state", place, state) for place, state in enumerate(states)]
+        return {
+            (where, place, name): value
+            for where, place, values in found
+            for name, value in values.items()
+            if name != "lr" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Let the optimizer read the rates from the device while a step is recorded."""
