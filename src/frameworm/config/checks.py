@@ -69,7 +69,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_parallel(config),
         *_sharding(config),
         *_memory(config),
-        *_eight_bit(config),
+        *_optimizer(config),
         *_spikes(config),
         *_fused_loss(config),
         *_metrics(config),
@@ -249,16 +249,24 @@ def _sharding(config: Config) -> Iterator[Problem]:
         yield Problem((key("parallel.check_replicas"), where), text)
 
 
-def _eight_bit(config: Config) -> Iterator[Problem]:
-    if config.training.optimizer != "adamw8bit":
-        return
+def _optimizer(config: Config) -> Iterator[Problem]:
+    training, name = config.training, config.training.optimizer
     where = key("training.optimizer")
-    if config.parallel.strategy in SHARDED:
+    if name == "adamw8bit" and config.parallel.strategy in SHARDED:
         text = f"the state of adamw8bit lies in blocks, which strategy {config.parallel.strategy} cannot divide; use "
         yield Problem((where, key("parallel.strategy")), f"{text}zero1, or adamw")
-    if config.gpu.capture != "off":
-        text = "adamw8bit counts its steps on the host, and a captured step would always count the same; use adamw"
+    if name in ("adamw8bit", "schedulefree") and config.gpu.capture != "off":
+        text = f"{name} counts its steps on the host, and a captured step would always count the same; use adamw"
         yield Problem((where, key("gpu.capture")), text)
+    if name == "schedulefree" and training.schedule != "constant":
+        text = f"schedulefree stands in for a schedule, and {training.schedule} is one; set training.schedule: constant"
+        yield Problem((key("training.schedule"), where), text)
+    if name == "schedulefree" and training.ema is not None:
+        text = "schedulefree averages the weights itself; leave ema out"
+        yield Problem((key("training.ema"), where), text)
+    if name == "schedulefree" and config.parallel.sync_every > 1:
+        text = "with sync_every above 1 every rank has weights of its own to average; use one of them"
+        yield Problem((where, key("parallel.sync_every")), text)
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -30,10 +30,11 @@ class TrainingConfig(Section):
         "note says so.",
     )
     accumulation: Count | Auto = Field(default="auto", description="Micro-batches per step on one device.")
-    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit"] = Field(
+    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit", "schedulefree"] = Field(
         default="adamw",
         description="Update rule; muon: torch's Muon for the matrices of hidden layers, AdamW for all else; adamw8bit: "
-        "AdamW of bitsandbytes, whose state takes 2 bytes per parameter instead of 8.",
+        "AdamW of bitsandbytes, whose state takes 2 bytes per parameter instead of 8; schedulefree: AdamW of the "
+        "package schedulefree, with schedule: constant.",
     )
     lr: float = Field(default=3.0e-4, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled decay, or L2 penalty (sgd).")

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_cases import largest_difference, whole_values
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from sharding_cases import largest_difference, make, whole_values
 from torch import nn
+from torch.utils.data import DataLoader
 from workbench import classification
 
 from frameworm import Trainer
 from frameworm.config.checks import check
 from frameworm.config.schema import Config, GPUConfig, ParallelConfig, TrainingConfig
 from frameworm.distributed import OptimizedDataLoader
+from frameworm.engine.export import export_weights
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.errors import ConfigError, EnvironmentSetupError
 from frameworm.scaling.memory_model import EIGHT_BIT_BYTES, Setting, _optimizer_bytes
@@ -33,11 +37,12 @@ def _wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(EnvironmentSetupError, match=r"pip install 'frameworm\[bitsandbytes\]'"):
-        build_optimizer(_wide(), CONFIG)
+@pytest.mark.parametrize(("name", "package"), [("adamw8bit", "bitsandbytes"), ("schedulefree", "schedulefree")])
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, name: Any, package: str) -> None:
+    for module in (package, f"{package}.optim"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(EnvironmentSetupError, match=rf"pip install 'frameworm\[{package}\]'"):
+        build_optimizer(_wide(), Config(training=TrainingConfig(optimizer=name)))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,14 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_what_it_cannot_do_is_refused(sections: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check(Config(training=TrainingConfig(optimizer="adamw8bit"), **sections))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"), [({}, "set training.schedule: constant"), ({"schedule": "constant", "ema": 0.9}, "itself")]
+)
+def test_what_stands_in_for_a_schedule_takes_none(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(Config(training=TrainingConfig(optimizer="schedulefree", **values)))
 
 
 def test_the_memory_plan_knows_its_size() -> None:
@@ -100,3 +113,85 @@ def test_ranks_divide_its_state_by_parameters(run_ranks: Callable[..., list[Any]
     pytest.importorskip("bitsandbytes")
     for differences in run_ranks(_strategies, 2, (str(tmp_path),), timeout_s=DEADLINE_S):
         assert max(differences) < 1e-5, differences
+
+
+def _schedule_free(model: nn.Module) -> torch.optim.Optimizer:
+    training = TrainingConfig(optimizer="schedulefree", lr=0.01, weight_decay=0.1, schedule="constant")
+    return build_optimizer(model, Config(training=training))
+
+
+def _train_free(
+    max_steps: int,
+    folder: Path | None = None,
+    resume: bool = False,
+    validation: Any = None,
+    batch_size: int = 8,
+    **settings: Any,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+    """The weights that train, those to use, and the record."""
+    model, _ = make("plain")
+    trainer = Trainer(
+        model, _schedule_free(model), run_dir=folder, device="cpu", progress=False, max_steps=max_steps, **settings
+    )
+    loader = OptimizedDataLoader.create(classification(52), batch_size, seed=2)
+    record = trainer.train(loader, validation, epochs=2, resume="auto" if resume else None)
+    with trainer.averaged_weights():
+        used = whole_values(model)
+    return whole_values(model), used, record
+
+
+def test_validation_and_export_use_what_a_schedule_free_optimizer_has_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    held_out = classification(12, seed=9)
+    trained, used, record = _train_free(11, tmp_path / "run", validation=DataLoader(held_out, 4))
+    model, _ = make("plain")
+    optimizer: Any = _schedule_free(model)
+    optimizer.train()
+    for epoch in range(2):
+        loader = OptimizedDataLoader.create(classification(52), 8, seed=2)
+        loader.set_epoch(epoch)
+        for place, (inputs, target) in enumerate(loader):
+            if 7 * epoch + place < 11:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), target).backward()
+                optimizer.step()
+    assert largest_difference(whole_values(model), trained) == 0.0
+    optimizer.eval()
+    assert largest_difference(whole_values(model), used) == 0.0
+    inputs, target = held_out.tensors
+    assert record.quality.val_loss == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-5)
+    export_weights(tmp_path / "run", tmp_path / "used.safetensors")
+    assert largest_difference(load_file(tmp_path / "used.safetensors"), used) == 0.0
+
+
+def test_a_resumed_schedule_free_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    expected, expected_used, _ = _train_free(11)
+    _train_free(7, tmp_path)
+    found, used, _ = _train_free(11, tmp_path, resume=True)
+    assert largest_difference(found, expected) == 0.0
+    assert largest_difference(used, expected_used) == 0.0
+
+
+def _free_strategies(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    results = {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        settings: dict[str, Any] = {"batch_size": 4, "strategy": strategy}
+        trained, used, record = _train_free(11, validation=DataLoader(classification(6, seed=9), 2), **settings)
+        _train_free(7, Path(folder) / strategy, **settings)
+        resumed = _train_free(11, Path(folder) / strategy, resume=True, **settings)
+        again = [largest_difference(*pair) for pair in zip(resumed[:2], (trained, used), strict=True)]
+        results[strategy] = (trained, used, record.quality.val_loss, max(again))
+    return results
+
+
+@pytest.mark.slow
+def test_every_strategy_uses_what_one_process_has_learnt(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    trained, used, record = _train_free(11, validation=DataLoader(classification(6, seed=9), 2))
+    for results in run_ranks(_free_strategies, 2, (str(tmp_path),), timeout_s=DEADLINE_S):
+        for strategy, (own_trained, own_used, val_loss, again) in results.items():
+            assert largest_difference(own_trained, trained) < 1e-5, strategy
+            assert largest_difference(own_used, used) < 1e-5, strategy
+            assert val_loss == pytest.approx(record.quality.val_loss, rel=1e-5), strategy
+            assert again == 0.0, strategy

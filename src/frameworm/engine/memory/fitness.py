@@ -16,7 +16,7 @@ from frameworm.scaling.memory_model import capacity
 log = logging.getLogger("frameworm")
 
 GROUP = "config"
-_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8, "adamw8bit": 2}  # muon: at most; its matrices have 4
+_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8, "adamw8bit": 2, "schedulefree": 8}  # muon: 4 for its matrices
 _BF16_FROM = 8.0  # compute capability
 _SEVERAL = ("ddp", "zero1", "zero2", "zero3")
 

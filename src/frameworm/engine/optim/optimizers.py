@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,11 @@ from frameworm.engine.optim.muon import MUON_EPS, MuonAdamW, hidden_matrices
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
 log = logging.getLogger("frameworm")
+# By the name in a config: the package, which is also the extra that installs it, the module and the class.
+_PACKAGES = {
+    "adamw8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+    "schedulefree": ("schedulefree", "schedulefree", "AdamWScheduleFree"),
+}
 
 
 def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
@@ -43,8 +49,8 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
     fused = config.gpu.fused_optimizer is not False and all(item.is_floating_point() for item in parameters)
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=training.momentum, fused=fused)
-    if training.optimizer == "adamw8bit":
-        return _eight_bit(groups, lr=lr, betas=training.betas, eps=training.eps)
+    if training.optimizer in _PACKAGES:
+        return _of_package(training.optimizer, groups, lr=lr, betas=training.betas, eps=training.eps)
     if hidden:
         muon = {"rule": "muon", "momentum": training.muon_momentum, "eps": MUON_EPS}
         groups = [{"params": hidden, "weight_decay": training.weight_decay, **muon}, *groups]
@@ -59,15 +65,17 @@ def build_optimizer(model: nn.Module, config: Config, beside: Iterable[nn.Parame
     return torch.optim.AdamW(groups, lr=lr, betas=training.betas, eps=training.eps, fused=fused)
 
 
-def _eight_bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+def _of_package(name: str, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer of a package that not everybody has."""
+    package, module, kind = _PACKAGES[name]
     try:
-        from bitsandbytes.optim import AdamW8bit
+        made = getattr(importlib.import_module(module), kind)(groups, **settings)
     except ImportError as error:
         raise EnvironmentSetupError(
-            "training.optimizer: adamw8bit needs the package bitsandbytes: pip install 'frameworm[bitsandbytes]' "
-            f"({error}), or use adamw"
+            f"training.optimizer: {name} needs the package {package}: pip install 'frameworm[{package}]' ({error}), or "
+            "use adamw"
         ) from None
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    optimizer: torch.optim.Optimizer = made
     return optimizer
 
 

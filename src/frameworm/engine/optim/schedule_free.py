@@ -1,0 +1,89 @@
+"""Optimizers without a schedule (package schedulefree): the weights to use are not those that gradients are taken at.
+
+Such an optimizer keeps a second point `z` beside every parameter, and what has been learnt is a mean of both. It would
+exchange them in place (`optimizer.eval()`), which rounds on the way there and back; here the mean is computed into the
+model for as long as it is needed, and the weights that train come back to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frameworm.engine.optim.ema import AveragedWeights
+from frameworm.parallel.shards import HeldState, own_part
+from frameworm.parallel.strategy import Strategy
+
+
+def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has weights to train with and others to use."""
+    has_modes = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    return has_modes and all("train_mode" in group and "betas" in group for group in optimizer.param_groups)
+
+
+class ScheduleFreeWeights(AveragedWeights):
+    """The weights to use, computed when they are asked for; they need no memory of their own.
+
+    Args:
+        model: As the strategy has placed it.
+        optimizer: The one that updates it.
+        strategy: Knows which part of which parameters this rank updates.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+        super().__init__(0.0, model, optimizer, strategy)
+        self._given = strategy.given(optimizer)
+        self._given.train()  # type: ignore[attr-defined]
+
+    @property
+    def note(self) -> str:
+        name = type(self._given).__name__
+        return f"validation scores the averaged weights of {name}; the model itself goes on with those that are trained"
+
+    def _begin(self, names: Iterable[str]) -> None:
+        self._averaged.update((name, self._named[name]) for name in names)
+
+    def update(self, skipped: Tensor | None) -> None:
+        """Nothing: the optimizer does it."""
+
+    def take_over(self, earlier: AveragedWeights) -> None:
+        """Nothing: all of it is in the optimizer's state."""
+
+    def load_state(self, saved: dict[str, Any] | None) -> list[str]:
+        """Nothing: all of it is in the optimizer's state."""
+        return []
+
+    def _shares(self) -> dict[nn.Parameter, float]:
+        """How far the weights to use lie from those that train, in multiples of the way to z."""
+        return {item: 1 - 1 / group["betas"][0] for group in self._given.param_groups for item in group["params"]}
+
+    @torch.no_grad()
+    def _means(self) -> dict[str, Tensor]:
+        shares, found = self._shares(), {}
+        for name, parameter in self._averaged.items():
+            other = self._given.state.get(parameter, {}).get("z")
+            if self._strategy.owner_of(self._optimizer, parameter) in (None, self._strategy.rank):
+                part = own_part(parameter)
+                mean = part.clone() if other is None else part.lerp(own_part(other), shares[parameter])
+                found[name] = mean
+        return found
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        self._own = self._means()
+        try:
+            with super().in_place():
+                yield
+        finally:
+            self._own = {}
+
+    def held_state(self) -> HeldState:
+        self._own = self._means()
+        try:
+            return super().held_state()
+        finally:
+            self._own = {}
