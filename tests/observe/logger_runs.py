@@ -34,7 +34,7 @@ class Fail(Callback):
 
 
 def train(folder: Path, *, fails: bool, **settings: Any) -> Trainer:
-    """Train two epochs, or fail in the second; without `fails` the run in the folder is resumed."""
+    """Train two epochs, or fail in the second; without `fails` a run that the folder holds is resumed."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4 * STEPS_PER_EPOCH, 6), torch.randint(3, (4 * STEPS_PER_EPOCH,)))
     model = nn.Linear(6, 3)
@@ -51,7 +51,7 @@ def train(folder: Path, *, fails: bool, **settings: Any) -> Trainer:
         **settings,
     )
     try:
-        trainer.train(DataLoader(data, 4), DataLoader(data, 8), epochs=2, resume=None if fails else folder / "run")
+        trainer.train(DataLoader(data, 4), DataLoader(data, 8), epochs=2, resume=None if fails else "auto")
     except RuntimeError:
         assert fails
     return trainer

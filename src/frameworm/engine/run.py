@@ -36,6 +36,7 @@ from frameworm.launch.environment import detect, reported_by_launcher
 from frameworm.launch.process_group import setup_ddp
 from frameworm.models.loaders import build_loader
 from frameworm.models.workloads import TokenisingNotice, Workload, build_workload
+from frameworm.observe.loggers.protocol import Logger
 from frameworm.parallel.shards import loaded
 from frameworm.parallel.strategy import Strategy
 from frameworm.records.events import Listener
@@ -51,6 +52,7 @@ def run(
     out: str | Path | None = "auto",
     resume: str | Path | None = None,
     callbacks: Sequence[Listener] = (),
+    loggers: Sequence[Logger] = (),
 ) -> RunRecord:
     """Train what a config describes, alone or as one of several processes (the environment tells).
 
@@ -59,6 +61,7 @@ def run(
         out: The run folder; `auto` for runs/<name>-<time>, None for none.
         resume: As for `Trainer.train`.
         callbacks: Listeners beside those the config asks for.
+        loggers: Trackers of your own beside those that the config names.
     """
     process = setup_ddp() if dist.is_initialized() else detect()
     note = growing_batch_note(config.training, process.world_size)
@@ -67,7 +70,9 @@ def run(
     advise = functools.partial(planned_advice, config, process.world_size)
     workload = build_workload(config, TokenisingNotice())
     notes = [note] if note else []
-    return train_workload(config, workload, out=out, resume=resume, callbacks=callbacks, advise=advise, notes=notes)
+    return train_workload(
+        config, workload, out=out, resume=resume, callbacks=callbacks, loggers=loggers, advise=advise, notes=notes
+    )
 
 
 def train_workload(
@@ -77,6 +82,7 @@ def train_workload(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     callbacks: Sequence[Listener] = (),
+    loggers: Sequence[Logger] = (),
     advise: Advise | None = None,
     gate: Gate | None = None,
     notes: Sequence[str] = (),
@@ -109,6 +115,7 @@ def train_workload(
         loader,
         validation,
         callbacks=list(callbacks),
+        loggers=list(loggers),
         run_dir=out,
         resume=resume,
         advise=advise,

@@ -69,6 +69,43 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tracker: str, tmp_
     assert found["status"] == STATUS[tracker]
 
 
+NOBODY_LISTENS = "http://127.0.0.1:9"
+AWAY = """
+import sys, time
+from pathlib import Path
+import logger_runs
+began = time.monotonic()
+options = {"mlflow": {"uri": sys.argv[3]}} if sys.argv[1] == "mlflow" else {}
+trainer = logger_runs.train(Path(sys.argv[2]), fails=False, loggers=[sys.argv[1], "csv"], log_close_s=1.0, **options)
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_server_that_is_away_costs_a_line(tracker: str, tmp_path: Path) -> None:
+    pytest.importorskip(tracker, reason=f"{tracker} is not installed: pip install 'frameworm[loggers]'")
+    done = subprocess.run(
+        [sys.executable, "-c", AWAY, tracker, str(tmp_path), NOBODY_LISTENS],
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_BASE_URL": NOBODY_LISTENS,
+            "PYTHONPATH": os.pathsep.join([str(Path(logger_runs.__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        },
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stderr.splitlines() if "is left out" in line]) == 1, done.stderr
+    assert f"logger {tracker} is left out" in done.stderr
+    assert [row["step"] for row in steps_of_table(tmp_path / "run" / "metrics.csv") if row["train/loss"]][-1] == "8"
+
+
 def steps_of_table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 from workbench import StopAfter, classification, make_optimizer, mlp, parameters
 
-from frameworm import Trainer, load_config
+from frameworm import Trainer, load_config, run
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, MissingPackageError, TrainingInterruptedError
 from frameworm.observe.loggers.protocol import LoggedRun
@@ -99,6 +99,18 @@ def test_names_work_as_keyword_and_in_a_config(tmp_path: Path) -> None:
     observe = load_config(tmp_path / "c.yaml", ["observe.mlflow.uri=sqlite:///a.db"]).observe
     assert (observe.loggers, observe.wandb.project, observe.wandb.offline) == (["wandb"], "mine", True)
     assert observe.mlflow.uri == "sqlite:///a.db"
+
+
+def test_a_run_of_a_config_tells_loggers_too(tmp_path: Path, data_cache_dir: Path) -> None:
+    logger = Recorder()
+    config = load_config(
+        Path(__file__).parents[3] / "configs" / "quickstart.yaml",
+        ["training.max_steps=2", "data.limit=64", f"data.cache_dir={data_cache_dir}", "observe.loggers=[csv]"],
+    )
+    run(config, out=tmp_path / "run", loggers=[logger])
+    assert logger.runs[0].name == "run"
+    assert logger.runs[0].config["workload"] == "text_classifier"
+    assert (tmp_path / "run" / "metrics.csv").exists()
 
 
 def test_the_sink_of_that_name_is_the_logger(tmp_path: Path) -> None:

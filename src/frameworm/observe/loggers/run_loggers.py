@@ -98,9 +98,11 @@ class RunLoggers(Listener):
         summary = summary_values(record)
         for channel in self._channels:
             channel.put(functools.partial(channel.logger.finish, record.status, summary))
+            channel.end()
         deadline = monotonic() + self._close_s
         for channel in self._channels:
-            channel.close(deadline)
+            if not channel.wait(deadline - monotonic()):
+                channel.leave_out(f"it did not finish within {self._close_s:g} s of the run's end")
 
     def _start(self, channel: Channel, run: LoggedRun) -> None:
         given = channel.logger.start(run)
@@ -154,21 +156,28 @@ class Channel:
             return
         since = self._busy_since
         if since is not None and monotonic() - since > self._hung_s:
-            self._leave_out(f"a call has not returned for {self._hung_s:.0f} s")
+            self.leave_out(f"a call has not returned for {self._hung_s:.0f} s")
         elif may_lose and self._calls.qsize() >= self._most_pending:
             self._lost += 1
         else:
             self._calls.put(call)
 
-    def close(self, deadline: float) -> None:
-        """Wait until all calls are made or the deadline has passed; then the thread is left to itself."""
-        if self._problem is not None or self._thread.ident is None:
-            return
+    def end(self) -> None:
+        """Let the thread end once it has made all calls."""
         self._calls.put(None)
-        began = monotonic()
-        self._thread.join(max(0.0, deadline - began))
-        if self._thread.is_alive():
-            self._leave_out(f"it did not finish within {max(0.0, monotonic() - began):.1f} s of the run's end")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; True if it has ended, or was given up on before."""
+        if self._problem is None and self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout_s))
+        return self._problem is not None or not self._thread.is_alive()
+
+    def leave_out(self, problem: str) -> None:
+        """Make no further calls, and say so once."""
+        if self._problem is None:
+            self._problem = problem
+            self.end()  # should its call ever return
+            log.warning("logger %s is left out, and training goes on without it: %s", self.name, problem)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and self._problem is None:
@@ -177,15 +186,9 @@ class Channel:
                 call()
             except BaseException as error:  # a logger may even try to exit
                 text = " ".join(str(error).split())
-                self._leave_out(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+                self.leave_out(f"{type(error).__name__}: {text}" if text else type(error).__name__)
             finally:
                 self._busy_since = None
-
-    def _leave_out(self, problem: str) -> None:
-        if self._problem is None:
-            self._problem = problem
-            self._calls.put(None)  # ends the thread, should its call ever return
-            log.warning("logger %s is left out, and training goes on without it: %s", self.name, problem)
 
 
 class RunIds:

@@ -61,6 +61,7 @@ def analyze_config(
     """
     short = config.model_copy(deep=True)
     short.training.max_steps = min(steps, short.training.max_steps or steps)
+    short.observe.loggers = []  # it is no experiment of the user's
     # A profile of a few steps says nothing about saving, except by its own folder's last checkpoint.
     kept = _Account()
     record = run(short, out=out, callbacks=[kept])
