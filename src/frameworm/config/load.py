@@ -6,7 +6,7 @@ Precedence: `--set` > `FRAMEWORM_*` > file > defaults.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +108,19 @@ def load_config_from_mapping(
     return _build(_plain_copy(values), Origins(), [], overrides, environ, "")
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Config, without: Mapping[str, Collection[str]] | None = None) -> str:
     """The config as YAML that `load_config` reads back to an equal one.
 
     Args:
         config: Any config.
+        without: Keys to leave out, by section.
 
     Raises:
         ConfigError: The model section of an own workload holds something that is no plain value.
     """
     try:
-        return write_yaml(_plain_copy(config.model_dump()))
+        left_out = {section: set(keys) for section, keys in (without or {}).items()}
+        return write_yaml(_plain_copy(config.model_dump(exclude=left_out)))
     except yaml.representer.RepresenterError as error:
         raise ConfigError(f"model: {show(error.args[-1])} cannot be written to YAML; use plain values") from None
 

@@ -8,6 +8,17 @@ from pydantic import Field
 
 from frameworm.config.section import Auto, Count, OffNone, OffWord, Section, Share
 
+# They say who is told of a run, not how it trains.
+LOGGER_SETTINGS = (
+    "loggers",
+    "log_interval_s",
+    "log_close_s",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "csv",
+)
 Positive = Annotated[float, Field(gt=0)]
 
 

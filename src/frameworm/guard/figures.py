@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from frameworm.config.observe_section import LOGGER_SETTINGS
 from frameworm.config.source import SourceReader, YamlError
 from frameworm.errors import BaselineError, RunFolderError
 from frameworm.guard.statistics import Level, mean_level, typical_level
@@ -28,12 +29,8 @@ COMPILING = 3.0
 CROWDED_FROM = 0.7
 
 # They say where things are or how the run is watched, not how it trains.
-_UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress", "observe.loggers")
-_UNTOLD_SECTIONS = (
-    "observe.targets.",
-    "observe.log_",
-    *(f"observe.{logger}." for logger in ("csv", "mlflow", "tensorboard", "trackio", "wandb")),
-)
+_UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress", *(f"observe.{name}" for name in LOGGER_SETTINGS))
+_UNTOLD_SECTIONS = ("observe.targets.", *(f"observe.{name}." for name in LOGGER_SETTINGS))
 
 
 @dataclass(slots=True)

@@ -12,9 +12,13 @@ from torch.utils.data import DataLoader
 from workbench import StopAfter, classification, make_optimizer, mlp, parameters
 
 from frameworm import Trainer, load_config, run
+from frameworm.config.load import dump_config
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, MissingPackageError, TrainingInterruptedError
+from frameworm.guard.figures import read_settings
 from frameworm.observe.loggers.protocol import LoggedRun
+from frameworm.records.store import RunFolder
+from frameworm.tune.sweep.plan import SweepPlan
 
 
 class Recorder:
@@ -164,3 +168,14 @@ def test_all_ranks_hear_of_a_missing_package(run_ranks: Callable[..., list[Any]]
     first, second = run_ranks(one_of_two, args=(str(tmp_path / "run"), True))
     assert first == second
     assert "pip install" in first[1]
+
+
+def test_loggers_make_no_other_work_of_a_sweep_or_a_baseline(tmp_path: Path) -> None:
+    told = Config(observe={"loggers": ["csv"], "wandb": {"project": "mine"}})  # type: ignore[arg-type]
+    plain = Config()
+    plans = [SweepPlan(config, (1, 2)) for config in (told, plain)]
+    assert plans[0].fingerprint == plans[1].fingerprint
+    (tmp_path / "config.yaml").write_text(dump_config(told))
+    settings = read_settings(RunFolder(tmp_path))
+    assert not [name for name in settings if name.startswith(("observe.log", "observe.wandb", "observe.csv"))]
+    assert "observe.sinks" in settings

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frameworm.config.load import dump_config
+from frameworm.config.observe_section import LOGGER_SETTINGS
 from frameworm.config.resolve import BatchError, batch_of
 from frameworm.config.schema import Config
 from frameworm.errors import ConfigError
@@ -28,7 +29,7 @@ class SweepPlan:
     @property
     def fingerprint(self) -> str:
         """Names the work: sweeps with the same one may share a folder, whatever their world sizes and repeats."""
-        text = dump_config(self.config) + self.mode + str(self.world_sizes[0])
+        text = dump_config(self.config, without={"observe": LOGGER_SETTINGS}) + self.mode + str(self.world_sizes[0])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def runs(self) -> list[tuple[int, int]]:
