@@ -42,7 +42,7 @@ api.tune api.profile api.diagnose api.compare api.predict api.plan_memory
 
 COMMANDS = _words("""
 train profile diagnose tune batch-size scale predict network memory slurm report compare guard doctor runs evaluate
-export exit-0 exit-1 exit-2 exit-3 --json --help --set --out --resume
+export watch exit-0 exit-1 exit-2 exit-3 --json --help --set --out --resume
 """)
 
 CONFIG_KEYS = _words("""

@@ -6,8 +6,10 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,3 +296,25 @@ def test_a_sweep_and_its_reports(work: Workplace) -> None:
         assert {"comprehensive_summary.csv", "summary_table.tex", "performance_report.txt", "report.html"} <= names
         for ending in ("epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy"):
             assert any(name.endswith(f"_{ending}.png") for name in names)
+
+
+@covers("watch")
+def test_runs_are_watched(work: Workplace) -> None:
+    command = [sys.executable, "-m", "frameworm", "watch", ".", "--port", "0", "--json"]
+    process = subprocess.Popen(command, cwd=work.folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        address = f"http://{told['host']}:{told['port']}/api/runs"
+        request = urllib.request.Request(address, headers={"Authorization": f"Bearer {told['token']}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            rows = {row["name"]: row for row in json.load(answer)["runs"]}
+        assert {"first", "second"} <= set(rows)
+        assert rows["first"]["status"] == "completed"
+        assert rows["first"]["steps"] == 64
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        process.communicate()

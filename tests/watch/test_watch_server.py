@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from starlette.testclient import TestClient
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.watch import catalogue, run, server
-from frameworm.watch.catalogue import Catalogue
+from frameworm.watch.catalogue import Catalogue, Row
+from frameworm.watch.exposition import exposition
 from frameworm.watch.security import host_names, is_loopback
 from frameworm.watch.server import Service, WatchServer, make_app
 
@@ -28,6 +31,7 @@ PATHS = (
     "/api/runs/none",
     "/api/runs/none/series",
     "/api/stream",
+    "/metrics",
     "/nothing",
     "/static/../server.py",
 )
@@ -221,6 +225,27 @@ def test_a_run_that_is_gone(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     for path in ("", "/series", "/system", "/ranks", "/log?name=train.log"):
         assert page.get(f"/api/runs/{run_id}{path}").status_code == 404
+
+
+def test_prometheus_reads_the_table(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", steps=60, finished=False)
+    write_run(tmp_path, 'b "\\\n', steps=20)
+    answer = client(tmp_path).get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    assert 'frameworm_run_running{run="a"} 1.0' in lines
+    assert 'frameworm_run_steps{run="a"} 60' in lines
+    assert r'frameworm_run_running{run="b \"\\\n"} 0.0' in lines
+    assert 'frameworm_run_info{run="a",status="running",model="text_classifier",verdict="padding_waste"} 1' in lines
+    assert all(re.fullmatch(r"#.*|\w+\{.*\} \S+", line) for line in lines)
+
+
+def test_numbers_of_prometheus() -> None:
+    row = Row("1", "a", "running", None, None, None, math.nan, math.inf, None)
+    text = exposition([row])
+    assert 'frameworm_run_loss{run="a"} NaN\n' in text
+    assert 'frameworm_run_samples_per_second{run="a"} +Inf\n' in text
+    assert "frameworm_run_steps{" not in text
 
 
 def test_changes_come_as_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from frameworm.errors import EnvironmentSetupError
 from frameworm.watch import view
 from frameworm.watch.catalogue import RUNNING, Catalogue
+from frameworm.watch.exposition import CONTENT_TYPE, exposition
 from frameworm.watch.run import WatchedRun
 from frameworm.watch.security import SHORTEST_TOKEN, Guard, host_names
 
@@ -90,6 +91,11 @@ class Service:
 
         text = await run_sync(read)
         return _unknown() if text is None else PlainTextResponse(text)
+
+    async def metrics(self, request: Request) -> Response:
+        """The table of runs for Prometheus."""
+        text = await run_sync(lambda: exposition(self.catalogue.rows()))
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def stream(self, request: Request) -> Response:
         """Changes as they come: of the table, or of the run that `run` names."""
@@ -168,6 +174,7 @@ def make_app(catalogue: Catalogue, token: str, host: str, port: int) -> Guard:
             Route("/api/runs/{run}/ranks", service.ranks),
             Route("/api/runs/{run}/log", service.log),
             Route("/api/stream", service.stream),
+            Route("/metrics", service.metrics),
         ]
     )
     return Guard(app, token, host_names(host), f"frameworm_watch_{port}")

@@ -113,7 +113,8 @@ export class Chart {
   show(index) {
     const parts = this.curves.map((curve) => {
       let at = index ?? curve.mean.length - 1;
-      if (index === null || index === undefined) while (at > 0 && curve.mean[at] == null) at -= 1;
+      // A phase that the last step does not have took no time; any other curve has a latest value.
+      if (index == null && !this.options.stacked) while (at > 0 && curve.mean[at] == null) at -= 1;
       const key = el("i", {class: "key"});
       key.style.background = curve.colour;
       const value = curve.mean[at];

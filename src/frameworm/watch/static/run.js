@@ -7,6 +7,8 @@ import {
 } from "./dom.js";
 
 const SHORTEST_MS = 2000;
+// How a profiled script's step was put together; the phases say what came of it.
+const COUNTERS = ["fetches", "backwards", "optimizer_steps", "batches", "rows", "checkpoints"];
 const xStep = {xFormat: whole, xName: "step", sync: "steps"};
 const xTime = {xFormat: seconds, xName: "at", sync: "time"};
 
@@ -188,7 +190,7 @@ export class RunPage {
       mean: train.map((time) => (time > 0 ? flops.per_step / time / flops.peak_per_s : null))}] : []);
     this.charts.rates.update(x, mean("lr") ? [{label: "lr", colour: blue, mean: mean("lr")}] : []);
     this.charts.norm.update(x, band("grad_norm", "norm", blue), count);
-    const metrics = Object.keys(channels).filter((name) => name.startsWith("metric:"));
+    const metrics = Object.keys(channels).filter((name) => name.startsWith("metric:") && !COUNTERS.includes(name.slice(7)));
     const curves = (chosen) => chosen.slice(0, 8).map((name, index) => (
       {label: name.slice(7).replace(/_s$/, "").replaceAll("_", " "), colour: curveColour(index), mean: channels[name].mean}));
     this.charts.inside.update(x, [
