@@ -68,7 +68,7 @@ def test_a_large_file_comes_in_portions(tmp_path: Path) -> None:
         found += [line.text for line in portion.lines]
         behind, portions = portion.behind, portions + 1
     assert found == lines
-    assert portions == 4
+    assert portions > 10
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path: Path) -> None:

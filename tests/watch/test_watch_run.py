@@ -22,6 +22,7 @@ from frameworm.watch.run import WatchedRun
 @pytest.fixture(autouse=True)
 def _always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SHORTEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(watched, "SHORTEST_BUSY_S", 0.0)
 
 
 def index(folder: Path) -> WatchedRun:
@@ -60,6 +61,26 @@ def test_a_resumed_run_forgets_what_will_be_done_again(tmp_path: Path) -> None:
     read_all(run)
     assert run.series(None, None, 500)["x"] == list(range(1, 121))
     assert run.first().sums.aggregate.steps == 120  # type: ignore[union-attr]
+
+
+def test_many_ranks_are_read_side_by_side_a_moment_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path, "a", steps=2, ranks=4, finished=False)
+    for rank in range(4):
+        append_steps(folder, 3, 1_500, rank, ranks=4)
+    monkeypatch.setattr(watched, "REFRESH_S", 1e-9)
+    run = index(folder)
+    run.refresh()
+    assert list(run.ranks) == [0], "one portion is the least"
+    assert 0 < run.progress() < 0.25
+    while run.behind:
+        run.refresh()
+        counts = [item.sums.aggregate.steps for item in run.ranks.values()]
+        assert max(counts) - min(counts) < 800 or len(counts) < 4
+    assert counts == [1_500] * 4
+    for _ in range(8):
+        run.refresh()
+    assert len(run.system) == 4
+    assert run.progress() == 1.0
 
 
 def test_a_part_of_a_long_run_is_shown_step_by_step(tmp_path: Path) -> None:

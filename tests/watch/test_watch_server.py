@@ -41,6 +41,7 @@ PATHS = (
 def _always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "SCAN_S", 0.0)
     monkeypatch.setattr(run, "SHORTEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(run, "SHORTEST_BUSY_S", 0.0)
 
 
 def client(root: Path, *, known: bool = True, host: str = "127.0.0.1:7007") -> TestClient:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-MOST_LINE_BYTES = 2**20
+MOST_LINE_BYTES = 2**18
 _FINGERPRINT_BYTES = 64
 
 
@@ -108,11 +109,13 @@ class Follower:
     def __init__(self, inside: Inside, path: Path) -> None:
         self.path = path
         self.offset = 0
-        self.size = 0
+        self.size = 0  # of the file when it was last looked at
         self._inside = inside
         self._identity: tuple[int, int] | None = None
         self._fingerprint = b""  # the last bytes read: a file rewritten in its place has others there
         self._skipping = False  # within a line that is too long
+        with contextlib.suppress(OSError, ValueError):
+            self.size = path.stat().st_size
 
     def read(self, most_bytes: int) -> Portion:
         """Read on, at most so many bytes; a file that is gone or unreadable has nothing to add."""

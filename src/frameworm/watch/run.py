@@ -21,10 +21,12 @@ from frameworm.records.store import RunFolder
 from frameworm.records.system_figures import SystemFigures
 from frameworm.records.writer import parse_step
 from frameworm.watch.bins import Bin, Bins, joined, table
-from frameworm.watch.files import Follower, Inside
+from frameworm.watch.files import MOST_LINE_BYTES, Follower, Inside
 
-PORTION_BYTES = 2**20  # of one file in one refresh, so that a long run does not hold up the others
+PORTION_BYTES = 2**18  # of one file at a time
+REFRESH_S = 0.25  # of reading in one refresh, so that a long run, or one of many ranks, does not hold up the others
 SHORTEST_REFRESH_S = 0.3
+SHORTEST_BUSY_S = 0.02  # while there is more to read
 DETAIL_STEPS = 40_000  # most that are read again to show a part of a long run step by step
 MOST_EVENTS = 200
 MOST_EPOCHS = 10_000
@@ -155,20 +157,29 @@ class WatchedRun:
         self._inside = inside
         self._step_files: dict[int, Follower] = {}
         self._system_files: dict[int, Follower] = {}
+        self._left: dict[int, int] = {}  # bytes to read of each rank's steps
+        self._queue: deque[tuple[str, int]] = deque()  # files to read on in
         self._refreshed_at = -math.inf
 
     def refresh(self) -> None:
-        """Read on in all files, a portion of each; at once again only while there is more to read."""
+        """Read on in all files for a moment; soon again only while there is more to read."""
         with self.lock:
-            now = time.monotonic()
-            if not self.behind and now - self._refreshed_at < SHORTEST_REFRESH_S:
+            began = time.monotonic()
+            if began - self._refreshed_at < (SHORTEST_BUSY_S if self.behind else SHORTEST_REFRESH_S):
                 return
-            self._find_files()
-            self.behind = 0
-            for rank, follower in self._step_files.items():
-                self._read_steps(rank, follower)
-            for rank, follower in self._system_files.items():
-                self._read_samples(rank, follower)
+            if not self._queue:
+                self._find_files()
+                self._queue.extend(("steps", rank) for rank in sorted(self._step_files))
+                self._queue.extend(("system", rank) for rank in sorted(self._system_files))
+            # A portion of each in turn, so that ranks stay side by side; what is not reached waits for the next time.
+            while self._queue:
+                kind, rank = self._queue.popleft()
+                read = self._read_steps if kind == "steps" else self._read_samples
+                if read(rank):
+                    self._queue.append((kind, rank))
+                if time.monotonic() - began > REFRESH_S:
+                    break
+            self.behind = sum(self._left.values())
             self._refreshed_at = time.monotonic()
 
     def progress(self) -> float:
@@ -231,16 +242,18 @@ class WatchedRun:
 
     def _find_files(self) -> None:
         for rank, path in self.folder.step_files().items():
-            if len(self._step_files) < MOST_RANKS:
-                self._step_files.setdefault(rank, Follower(self._inside, path))
+            if rank not in self._step_files and len(self._step_files) < MOST_RANKS:
+                self._step_files[rank] = Follower(self._inside, path)
+                self._left[rank] = self._step_files[rank].size
         with contextlib.suppress(OSError):
             for path in self.folder.path.iterdir():
                 match = _SYSTEM_NAME.fullmatch(path.name)
                 if match and len(self._system_files) < MOST_RANKS:
                     self._system_files.setdefault(int(match[1]), Follower(self._inside, path))
 
-    def _read_steps(self, rank: int, follower: Follower) -> None:
-        portion = follower.read(PORTION_BYTES)
+    def _read_steps(self, rank: int) -> bool:
+        """Read a portion of a rank's steps; True: there are more."""
+        portion = self._step_files[rank].read(PORTION_BYTES)
         leads = rank == min(self._step_files)
         if portion.anew:
             self.ranks.pop(rank, None)
@@ -252,11 +265,13 @@ class WatchedRun:
             step = parse_step(line.text)
             if step is not None:
                 self.ranks[rank].add(step, line.offset)
-        self.behind += portion.behind
+        self._left[rank] = portion.behind
         self.version += bool(portion.lines or portion.anew)
+        return portion.behind > 0
 
-    def _read_samples(self, rank: int, follower: Follower) -> None:
-        portion = follower.read(PORTION_BYTES)
+    def _read_samples(self, rank: int) -> bool:
+        """Read a portion of what a rank's sampler saw; True: there is more."""
+        portion = self._system_files[rank].read(PORTION_BYTES)
         if portion.anew:
             self.system.pop(rank, None)
         if portion.lines and rank not in self.system:
@@ -266,6 +281,7 @@ class WatchedRun:
             if sample is not None:
                 self.system[rank].add(sample)
         self.version += bool(portion.lines or portion.anew)
+        return portion.behind > 0
 
     def _samples_factor(self, first: RankIndex) -> float:
         """Samples of all ranks to each one of the first."""
@@ -280,7 +296,7 @@ class WatchedRun:
             with self._inside.open(path) as file:
                 file.seek(offset)
                 for _ in range(steps):
-                    line = file.readline(PORTION_BYTES)
+                    line = file.readline(MOST_LINE_BYTES)
                     step = parse_step(line)
                     if not line or (step is not None and last is not None and step.step > last):
                         break
