@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from made_runs import append_steps, parsed, write_run
 from starlette.testclient import TestClient
+from test_report_browser import contrast
 
 from frameworm.errors import EnvironmentSetupError
 from frameworm.watch import catalogue, run, server
@@ -296,6 +297,18 @@ def test_no_file_of_the_page_comes_from_elsewhere() -> None:
             assert word not in text, f"{name} has {word}"
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "style=" not in own["index.html"]
+
+
+def test_texts_and_curves_stand_out_from_their_ground() -> None:
+    style = server._static_files()["style.css"].decode()
+    schemes = [dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in re.findall(r":root \{(.*?)\}", style, re.S)]
+    assert len(schemes) == 2
+    for colours in schemes:
+        for ground in ("page", "card"):
+            for text in ("ink", "soft", "warn", "critical", "good", "curve-a"):
+                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        for curve in "abcdefgh":
+            assert contrast(colours[f"curve-{curve}"], colours["card"]) >= 3, curve
 
 
 @pytest.mark.parametrize("token", ["short", "with spaces in it, and long", "umlaut-ä-and-long-enough", ""])

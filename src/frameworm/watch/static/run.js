@@ -18,6 +18,7 @@ export class RunPage {
     this.zoom = [null, null];
     this.channel = "work_s";
     this.version = null;
+    this.drawn = {};
     this.loading = false;
     this.loadedAt = 0;
     this.timer = null;
@@ -72,16 +73,25 @@ export class RunPage {
 
   update(head) {
     if (head.status === "gone") {
+      this.drawn = {};
       this.head.replaceChildren(el("p", {class: "warning-text"}, "The folder of this run is gone. What was read of it stays here."));
       return;
     }
     this.latest = head;
     document.title = `${head.name} · frameworm watch`;
-    this.drawHead(head);
-    this.drawVerdict(head);
+    // What has not changed is left alone: a reader may have scrolled it, or marked some of its text.
+    this.changed("head", [head.name, head.status, head.about, head.progress, head.figures], () => this.drawHead(head));
+    this.changed("verdict", [head.status, head.verdict, head.findings, head.notes], () => this.drawVerdict(head));
     this.drawLists(head);
     if (this.version !== head.version || head.progress < 1) this.schedule();
     this.version = head.version;
+  }
+
+  changed(part, data, draw) {
+    const text = JSON.stringify(data);
+    if (this.drawn[part] === text) return;
+    this.drawn[part] = text;
+    draw();
   }
 
   schedule() {
@@ -238,15 +248,17 @@ export class RunPage {
     const table = (header, rows, kind = "") => el("div", {class: "scroll"}, el("table", {class: kind},
       header ? el("thead", {}, el("tr", {}, ...header.map((text) => el("th", {}, text)))) : null,
       el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, index) => el(kind && !index ? "th" : "td", {}, text)))))));
-    this.events.replaceChildren(el("h2", {}, "Events"), head.events.length
+    this.changed("events", head.events, () => this.events.replaceChildren(el("h2", {}, "Events"), head.events.length
       ? table(["time", "step", "what"], head.events.map((item) => [moment(item.time), whole(item.step), item.text]))
-      : el("p", {class: "soft"}, "none"));
-    this.checkpoints.replaceChildren(el("h2", {}, "Checkpoints"), head.checkpoints.length
-      ? table(["step", "written", "size"], head.checkpoints.map((item) => [whole(item.step), moment(item.time), item.size]))
-      : el("p", {class: "soft"}, "none in the folder"));
+      : el("p", {class: "soft"}, "none")));
+    this.changed("checkpoints", head.checkpoints, () => this.checkpoints.replaceChildren(el("h2", {}, "Checkpoints"),
+      head.checkpoints.length
+        ? table(["step", "written", "size"], head.checkpoints.map((item) => [whole(item.step), moment(item.time), item.size]))
+        : el("p", {class: "soft"}, "none in the folder")));
     this.epochs.hidden = !head.epochs.rows.length;
-    this.epochs.replaceChildren(el("h2", {}, "Epochs"), table(head.epochs.header, head.epochs.rows));
-    this.facts.replaceChildren(el("h2", {}, "Run"), table(null, head.facts, "facts"));
+    this.changed("epochs", head.epochs, () => this.epochs.replaceChildren(el("h2", {}, "Epochs"),
+      table(head.epochs.header, head.epochs.rows)));
+    this.changed("facts", head.facts, () => this.facts.replaceChildren(el("h2", {}, "Run"), table(null, head.facts, "facts")));
     this.logSection.hidden = !head.logs.length;
     if (this.logName.childElementCount !== head.logs.length) {
       this.logName.replaceChildren(...head.logs.map((name) => el("option", {value: name}, name)));

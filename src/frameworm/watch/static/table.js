@@ -21,6 +21,7 @@ const shown = (column, row) => (column.show ? column.show(row[column.key]) : row
 export class Table {
   constructor(parent) {
     this.rows = [];
+    this.drawn = new Map();
     this.search = el("input", {type: "search", placeholder: "Search: name, status, model, verdict", "aria-label": "search",
       value: state.search, oninput: () => { state.search = this.search.value; this.draw(); }});
     this.compare = el("button", {type: "button", id: "compare", onclick: () => {
@@ -32,6 +33,7 @@ export class Table {
     parent.replaceChildren(
       el("div", {class: "tools"}, this.search, this.compare, this.count),
       el("div", {class: "wide"}, el("table", {id: "runs"}, el("thead", {}, this.head), this.body)));
+    this.drawHeader();
   }
 
   update(data) {
@@ -41,19 +43,33 @@ export class Table {
     this.draw();
   }
 
-  draw() {
+  drawHeader() {
     this.head.replaceChildren(el("th", {class: "tick"}), ...COLUMNS.map((column) => el("th", {
       class: column.number ? "number" : "",
       "aria-sort": state.order !== column.key ? null : state.down ? "descending" : "ascending",
     }, el("button", {type: "button", onclick: () => this.order(column.key)},
       column.label + (state.order === column.key ? (state.down ? " ↓" : " ↑") : "")))));
+  }
+
+  draw() {
     const words = state.search.toLowerCase().split(/\s+/).filter(Boolean);
     const found = this.rows.filter((row) => {
       const text = COLUMNS.map((column) => shown(column, row)).join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     });
     found.sort((a, b) => (state.down ? -1 : 1) * compared(a[state.order], b[state.order]) || compared(a.name, b.name));
-    this.body.replaceChildren(...found.map((row) => this.row(row)));
+    // Rows that have not changed stay as they are, so that a click on one is not lost.
+    const rows = new Map(found.map((row) => [row.id, {text: JSON.stringify(row), row}]));
+    const nodes = [...rows].map(([id, {text, row}]) => {
+      const before = this.drawn.get(id);
+      return before?.text === text ? before : {text, node: this.row(row)};
+    });
+    this.drawn = new Map([...rows.keys()].map((id, index) => [id, nodes[index]]));
+    const kept = new Set(nodes.map(({node}) => node));
+    for (const child of [...this.body.children]) if (!kept.has(child)) child.remove();
+    nodes.forEach(({node}, index) => {
+      if (this.body.children[index] !== node) this.body.insertBefore(node, this.body.children[index] ?? null);
+    });
     if (!this.rows.length) {
       this.body.replaceChildren(el("tr", {}, el("td", {colspan: COLUMNS.length + 1, class: "soft"},
         "There are no runs here yet. One appears as soon as it begins.")));
@@ -88,6 +104,7 @@ export class Table {
   order(key) {
     state.down = state.order === key ? !state.down : ["started", "steps", "samples_per_s"].includes(key);
     state.order = key;
+    this.drawHeader();
     this.draw();
   }
 
