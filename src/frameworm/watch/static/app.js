@@ -8,6 +8,7 @@ const live = document.getElementById("live");
 const root = document.getElementById("root");
 let page = null;
 let stream = null;
+let address = "";
 let opened = false;
 
 // The cookie holds the token from here on; the address need not.
@@ -29,7 +30,8 @@ function route() {
   }
 }
 
-function listen(address) {
+function listen(from) {
+  address = from;
   stream?.close();
   stream = null;
   if (document.hidden) return;
@@ -58,7 +60,7 @@ function listen(address) {
 addEventListener("hashchange", route);
 // A page that nobody sees asks for nothing.
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) { stream?.close(); stream = null; } else if (!stream) route();
+  if (document.hidden) { stream?.close(); stream = null; } else if (!stream) listen(address);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", route);
 route();

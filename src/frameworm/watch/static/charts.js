@@ -1,7 +1,10 @@
 // Charts over steps or time, drawn by uPlot, and the heat map of ranks.
-import {colour, el} from "./dom.js";
+import {clock, colour, el} from "./dom.js";
 
 const HEIGHT = 210;
+const TIMES = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200,
+  86400, 172800, 432000, 864000];
+const WHOLE = Array.from({length: 16}, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const POWERS = Array.from({length: 60}, (_, power) => 2 ** power);  // round numbers of bytes
 
 // Outliers must not flatten the rest: the axis ends above what 98 of 100 points reach, and the note says what lies beyond.
@@ -14,7 +17,7 @@ function cutAt(values) {
 }
 
 export class Chart {
-  // options: title, format, tick, binary, broad, fromZero, top, cut, stacked, xFormat, sync, onZoom
+  // options: title, format, tick, binary, broad, fromZero, top, cut, stacked, xFormat, isTime, sync, onZoom
   // A curve is {label, colour, mean, low, high, dots, format}; all of its columns are as long as x.
   constructor(options) {
     this.options = options;
@@ -80,7 +83,8 @@ export class Chart {
       width: this.plot.clientWidth || 400, height: HEIGHT, series, bands, legend: {show: false},
       scales: {x: {time: false}, y: {range: (u, low, high) => this.range(low, high)}},
       axes: [
-        {...axis, values: (u, ticks) => ticks.map(options.xFormat), size: 30},
+        {...axis, values: (u, ticks) => ticks.map(options.isTime?.() ? clock : options.xFormat), size: 30, space: 60,
+          incrs: () => (options.isTime?.() ? TIMES : WHOLE)},
         {...axis, values: (u, ticks) => ticks.map(options.tick ?? options.format), size: 74,
           incrs: options.binary ? POWERS : undefined},
       ],

@@ -3,15 +3,16 @@ import {Chart} from "./charts.js";
 import {badge} from "./table.js";
 import {curveColour, el, load, number, percent, seconds, share, whole} from "./dom.js";
 
-const SHORTEST_MS = 4000;
+const RUNNING_MS = 4000;
+const READING_MS = 300;
 
 export class ComparePage {
   constructor(parent, ids) {
     this.ids = ids;
-    this.loadedAt = -SHORTEST_MS;
     this.axis = el("select", {"aria-label": "axis", onchange: () => this.draw()},
       el("option", {value: "step"}, "by step"), el("option", {value: "time"}, "by time since the first step"));
-    const x = {xFormat: (value) => (this.axis.value === "step" ? whole(value) : seconds(value)), xName: "at", sync: "compare"};
+    const x = {xFormat: (value) => (this.axis.value === "step" ? whole(value) : seconds(value)), xName: "at",
+      isTime: () => this.axis.value === "time", sync: "compare"};
     this.charts = {
       loss: new Chart({title: "Loss", format: (value) => number(value), broad: true, ...x}),
       speed: new Chart({title: "Samples per second", format: (value) => number(value), fromZero: true, ...x}),
@@ -26,19 +27,20 @@ export class ComparePage {
     this.load();
   }
 
-  update() {
-    const running = !this.runs || this.runs.some((run) => run.head.status === "running" || run.head.progress < 1);
-    if (running && performance.now() - this.loadedAt >= SHORTEST_MS) this.load();
-  }
+  update() {}  // the table changes less often than the runs that are compared
 
   async load() {
-    this.loadedAt = performance.now();
     const found = await Promise.allSettled(this.ids.map(async (id) => {
       const [head, series] = await Promise.all([load(`api/runs/${id}`), load(`api/runs/${id}/series?bins=500`)]);
       return {head, series};
     }));
+    if (this.destroyed) return;
     this.runs = found.filter((item) => item.status === "fulfilled").map((item) => item.value);
-    if (!this.destroyed) this.draw();
+    this.draw();
+    // A long run is read in portions, of which each request fetches one.
+    const wait = this.runs.some(({head}) => head.progress < 1) ? READING_MS
+      : this.runs.some(({head}) => head.status === "running") ? RUNNING_MS : null;
+    if (wait !== null) this.timer = setTimeout(() => this.load(), wait);
   }
 
   draw() {
@@ -82,6 +84,7 @@ export class ComparePage {
 
   destroy() {
     this.destroyed = true;
+    clearTimeout(this.timer);
     for (const chart of Object.values(this.charts)) chart.destroy();
   }
 }

@@ -50,6 +50,15 @@ export function seconds(value) {
     : `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
 }
 
+// A time as short as an axis needs it: 45 s, 1:40, 2:00:00.
+export function clock(value) {
+  if (!isNumber(value) || Math.abs(value) < 60) return value === 0 ? "0" : seconds(value);
+  const total = Math.round(value);
+  const [hours, minutes, rest] = [Math.floor(total / 3600), Math.floor(total / 60) % 60, total % 60];
+  const pad = (part) => String(part).padStart(2, "0");
+  return hours ? `${hours}:${pad(minutes)}:${pad(rest)}` : `${minutes}:${pad(rest)}`;
+}
+
 export function bytes(value) {
   if (!isNumber(value)) return "";
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {

@@ -10,7 +10,7 @@ const SHORTEST_MS = 2000;
 // How a profiled script's step was put together; the phases say what came of it.
 const COUNTERS = ["fetches", "backwards", "optimizer_steps", "batches", "rows", "checkpoints"];
 const xStep = {xFormat: whole, xName: "step", sync: "steps"};
-const xTime = {xFormat: seconds, xName: "at", sync: "time"};
+const xTime = {xFormat: seconds, xName: "at", isTime: () => true, sync: "time"};
 
 export class RunPage {
   constructor(parent, id) {
@@ -236,7 +236,7 @@ export class RunPage {
     const total = own.channels.gpu_memory_total_bytes?.mean.findLast((value) => value !== null);
     const memory = gpu.length ? gpu : curves("rss_bytes", "process");
     this.charts.memory.update(x, memory, total ? `The device has ${bytes(total)}.` : "");
-    this.charts.power.update(x, curves("gpu_power_w", ""));
+    this.charts.power.update(x, curves("gpu_power_w", ranks.length > 1 ? "" : "power"));
     this.charts.cpu.update(x, [...mine("cpu_busy", "all cores", 0), ...mine("cpu_busiest_core", "busiest core", 1),
       ...mine("io_wait", "waiting for disks", 2), ...mine("host_memory", "memory in use", 3)]);
     this.charts.network.update(x, [...mine("network_sent_bytes_per_s", "sent", 0),
