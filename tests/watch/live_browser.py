@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -30,12 +31,15 @@ class Browser:
         self._buffer = b""
         their_read, self._write = os.pipe()
         self._read, their_write = os.pipe()
+        their_read, their_write = _far_away(their_read), _far_away(their_write)
         command = [
             chromium,
             "--headless=new",
             "--no-sandbox",
             "--disable-gpu",
             "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
             "--hide-scrollbars",
             "--remote-debugging-pipe",
             f"--user-data-dir={folder / 'profile'}",
@@ -45,13 +49,15 @@ class Browser:
         ]
         # The protocol lies on descriptors 3 and 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{their_read} 4>&{their_write}', "browser", *command]
-        self._process = subprocess.Popen(
-            shell,
-            pass_fds=(their_read, their_write),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._log = folder / "browser.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                shell,
+                pass_fds=(their_read, their_write),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
         os.close(their_read)
         os.close(their_write)
         self._session: str | None = None
@@ -141,7 +147,7 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0.0, ends - time.monotonic()))
             assert ready, "the browser does not answer"
             data = os.read(self._read, 2**20)
-            assert data, "the browser has ended"
+            assert data, f"the browser has ended: {self._log.read_text(errors='replace')[-2000:]}"
             self._buffer += data
         text, _, self._buffer = self._buffer.partition(b"\0")
         found: dict[str, Any] = json.loads(text)
@@ -155,3 +161,10 @@ class Browser:
             self.console.append(json.dumps(parameters["exceptionDetails"])[:500])
         elif method == "Log.entryAdded":
             self.console.append(parameters["entry"]["text"])
+
+
+def _far_away(descriptor: int) -> int:
+    """The same file under a number that putting others in places 3 and 4 cannot overwrite."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100)
+    os.close(descriptor)
+    return moved
