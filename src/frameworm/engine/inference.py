@@ -220,8 +220,8 @@ class Inference:
         """
         if path.suffix in PICKLED:
             raise CheckpointError(
-                f"{path.name} is taken for a pickle, which may run code: load it yourself, "
-                "model.load_state_dict(torch.load(path, weights_only=True))"
+                f"{path.name} is taken for a pickle, which may run code: load it into the model yourself, with "
+                "weights_only=True, or give what Trainer.save wrote"
             )
         if path.suffix == WEIGHTS:
             self._load_weights(path)
