@@ -130,7 +130,7 @@ def test_every_setting_is_documented_with_a_sentence() -> None:
         assert field.description.endswith("."), dotted(path)
         assert len(path) == 1 or f"| `{dotted(path[1:])}` |" in page
     assert "| `num_workers` | auto, measure or a whole number, 0 or more | `auto` |" in page
-    assert "| `optimizer` | one of adamw, sgd, muon | `adamw` |" in page
+    assert "| `optimizer` | one of adamw, sgd, muon, adamw8bit, schedulefree | `adamw` |" in page
     assert "| `pin_memory` | auto, true or false | `auto` |" in page
 
 

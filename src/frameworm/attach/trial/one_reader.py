@@ -11,7 +11,6 @@ sampler: then samples differ, as the proof will find.
 from __future__ import annotations
 
 import functools
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,10 +87,10 @@ class _Here:
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._walk, _ = _look_at(dataset, collate)
-        self._known: dict[str, bytes] = {}
+        self._known: dict[str, Any] = {}
         self._has_told = False
 
-    def states(self) -> dict[str, bytes]:
+    def states(self) -> dict[str, Any]:
         """Where they are."""
         self._known = {path: _state(item) for path, item in self._walk.generators.items()}
         return self._known
@@ -119,7 +118,7 @@ class _There:
         self._dataset, self._collate = dataset, collate
         self._walk: Walk | None = None
         self._held: Held | None = None
-        self._known: dict[str, bytes] = {}
+        self._known: dict[str, Any] = {}
         self._counted: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -163,7 +162,7 @@ class _First:
     """The first places of a pass, and where the generators are."""
 
     places: Any
-    states: dict[str, bytes]
+    states: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class _Drawn:
     """A batch, the generators that have moved for it, and counters that have changed."""
 
     batch: Any
-    states: dict[str, bytes]
+    states: dict[str, Any]
     counters: dict[str, Any]
 
     def pin_memory(self) -> _Drawn:
@@ -202,15 +201,15 @@ def _look_at(dataset: Any, collate: Any) -> tuple[Walk, Held]:
     return walk, held
 
 
-def _state(generator: Any) -> bytes:
-    """To be sent: a tensor would go by a file of its own."""
+def _state(generator: Any) -> Any:
+    """As plain data: a tensor would be sent by a file of its own."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
-    return pickle.dumps(read_state(generator))
+    return read_state(generator)
 
 
-def _set(generator: Any, state: bytes) -> None:
+def _set(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     else:
-        write_state(generator, pickle.loads(state))
+        write_state(generator, state)
