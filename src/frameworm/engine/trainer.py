@@ -228,8 +228,11 @@ class Trainer:
         """
         if self._averages is None:
             raise StateError("there are no averaged weights: give ema=0.999 (or another decay) and call train() first")
-        with self._averages.in_place():
+        with self._with_averages():
             yield self.model
+
+    def _with_averages(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._averages is None else self._averages.in_place()
 
     def stop(self) -> None:
         """End the training that runs, from a callback on any rank: after a step, or an epoch, with a last validation.
@@ -244,13 +247,15 @@ class Trainer:
         self._running.ask("stopped")
 
     def evaluate(self, loader: Any) -> dict[str, float]:
-        """Score the model on a loader, over all ranks.
+        """Score the model on a loader, over all ranks; with its averaged weights, if it has some, as validation does.
 
         Returns:
             `loss`, `accuracy` where the model classifies, and the trainer's metrics by their names.
         """
         check_loader(loader, "loader")
-        found = self._inference("evaluate").evaluate(loader, self._metrics)
+        inference = self._inference("evaluate")
+        with self._with_averages():
+            found = inference.evaluate(loader, self._metrics)
         scores = {"loss": found.loss}
         if found.accuracy is not None:
             scores["accuracy"] = found.accuracy
@@ -260,7 +265,7 @@ class Trainer:
         """The model's outputs for all samples of a loader, in the order of the data set, on the host.
 
         Every rank gets all of them, each sample once. A loader that shuffles is read in order. Targets in the batches
-        are left out.
+        are left out. As in `evaluate`, a model with averaged weights answers with these.
 
         Returns:
             Tensors joined along their first dimension, in tuples or mappings as the model returns them; its `logits` if
@@ -270,7 +275,9 @@ class Trainer:
             DataError: The loader's samples cannot be put in order; the message says why.
         """
         check_loader(loader, "loader")
-        return self._inference("predict").predict(loader)
+        inference = self._inference("predict")
+        with self._with_averages():
+            return inference.predict(loader)
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer as safetensors into a folder; all ranks must call it.

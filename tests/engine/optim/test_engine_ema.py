@@ -372,3 +372,17 @@ def test_every_strategy_has_the_average_of_one_process(run_ranks: Callable[..., 
         assert val_loss == pytest.approx(record.quality.val_loss, rel=1e-5), name
         sizes = [results[name][2] for results in ranks]
         assert sum(sizes) == (2 * whole if name == "ddp" else whole), "each rank holds its share"
+
+
+def test_a_trainer_scores_and_asks_the_averages() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    trainer, loader = _trainer(model), _loader()
+    trainer.train(loader, epochs=2)
+    trained = whole_values(model)
+    scores, answers = trainer.evaluate(loader), trainer.predict(loader)
+    assert _same(whole_values(model), trained), "it goes on with the weights that are trained"
+    model.load_state_dict({**model.state_dict(), **_averages(trainer)})
+    alone = Trainer(model, torch.optim.AdamW(model.parameters()), run_dir=None, device="cpu", progress=False)
+    assert alone.evaluate(loader) == scores
+    assert torch.equal(alone.predict(loader), answers)
