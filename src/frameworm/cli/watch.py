@@ -29,6 +29,7 @@ def watch(
     token: Optional[str] = typer.Option(  # noqa: UP045
         None, help="What a visitor must know; a random one unless given.", show_default=False
     ),
+    tui: bool = typer.Option(False, "--tui", help="Show it in the terminal instead of a page; nothing is served."),
     as_json: bool = typer.Option(False, "--json", help="Print address and token as one line of JSON, then serve."),
 ) -> None:
     """Show runs as a live page: running or finished, trained by the engine or profiled scripts. Nothing is changed.
@@ -40,6 +41,15 @@ def watch(
     if not path.is_dir() and path != RUNS:
         what = "is not a folder" if path.exists() else "does not exist"
         raise RunFolderError(f"{path} {what}; give a run folder, or a folder with runs (`frameworm runs` lists them)")
+    if tui:
+        from rich.console import Console
+
+        from frameworm.watch.terminal import show
+
+        if as_json:
+            raise typer.BadParameter("it is for programs, and --tui for people: give one of them", param_hint="--json")
+        show(path, Console())
+        return
     try:
         from frameworm.watch.security import is_loopback
         from frameworm.watch.server import WatchServer
