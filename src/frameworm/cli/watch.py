@@ -9,7 +9,7 @@ from typing import Optional
 
 import typer
 
-from frameworm.cli.output import say
+from frameworm.cli.output import log_to_screen, say
 from frameworm.errors import MissingPackageError, RunFolderError
 
 RUNS = Path("runs")
@@ -28,6 +28,11 @@ def watch(
     ),
     token: Optional[str] = typer.Option(  # noqa: UP045
         None, help="What a visitor must know; a random one unless given.", show_default=False
+    ),
+    alert: Optional[list[str]] = typer.Option(  # noqa: UP045
+        None,
+        metavar="COMMAND|URL",
+        help="Told as JSON when a run fails, slows down, loses a rank's pace or its loss, or the disk fills up.",
     ),
     tui: bool = typer.Option(False, "--tui", help="Show it in the terminal instead of a page; nothing is served."),
     as_json: bool = typer.Option(False, "--json", help="Print address and token as one line of JSON, then serve."),
@@ -48,7 +53,7 @@ def watch(
 
         if as_json:
             raise typer.BadParameter("it is for programs, and --tui for people: give one of them", param_hint="--json")
-        show(path, Console())
+        show(path, Console(), alert or [])
         return
     try:
         from frameworm.watch.security import is_loopback
@@ -58,6 +63,11 @@ def watch(
             raise
         raise MissingPackageError(f"the page needs {error.name}: pip install 'frameworm[watch]'") from None
     server = WatchServer(path, host, port, token)
+    if alert:
+        from frameworm.watch.alerts import Alerts
+
+        log_to_screen(True)
+        Alerts(server.catalogue, alert).start()
     if as_json:
         facts = {"url": server.url, "host": host, "port": server.port, "token": server.token, "root": str(path)}
         say(json.dumps(facts), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from frameworm.records.printable import printable
 from frameworm.report.kit import tables
 from frameworm.watch import view
+from frameworm.watch.alerts import Alerts
 from frameworm.watch.catalogue import Catalogue
 
 TICK_S = 1.0
@@ -21,14 +23,17 @@ _MOST_ROWS = 40
 _MOST_EVENTS = 6
 
 
-def show(root: Path, console: Console) -> None:
+def show(root: Path, console: Console, targets: Sequence[str] = ()) -> None:
     """Draw what there is, again every second until it is interrupted; once where the output is no terminal.
 
     Args:
         root: Folder of runs, or one run.
         console: Where to draw.
+        targets: Who is told of alerts.
     """
     catalogue = Catalogue(root)
+    if targets:
+        Alerts(catalogue, list(targets)).start()
     if not console.is_terminal:
         console.print(_drawn(catalogue))
         return
