@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,3 +126,4 @@ def test_what_a_data_set_raises_comes_through(patches: Patches) -> None:
     intercept(Switches(workers=1), patches)
     with pytest.raises(ValueError, match="no such file"):
         _trained(broken)
+    gc.collect()  # the error holds the loader, and so its process

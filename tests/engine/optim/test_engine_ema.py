@@ -243,6 +243,7 @@ def _resumable(folder: Path, max_steps: int, resume: bool = False, ema: float | 
     return (_averages(trainer) if ema else whole_values(model)), record
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_average_to_the_bit(tmp_path: Path) -> None:
     expected, _ = _resumable(tmp_path / "whole", WHOLE)
     _resumable(tmp_path / "half", HALF)

@@ -179,6 +179,7 @@ def test_copies_and_added_groups_work_on_their_own_state() -> None:
     assert fresh._muon.param_groups[0] is fresh.param_groups[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     expected, _, _ = train("single", world_size=1, max_steps=WHOLE, **SETTINGS)
     train("single", world_size=1, max_steps=HALF, folder=tmp_path, **SETTINGS)

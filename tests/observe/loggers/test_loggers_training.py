@@ -160,6 +160,7 @@ def one_of_two(rank: int, world_size: int, folder: str, missing: bool) -> tuple[
     return len(logger.runs), ""
 
 
+@pytest.mark.slow
 def test_only_rank_0_tells_its_loggers(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert run_ranks(one_of_two, args=(str(tmp_path / "run"), False)) == [(1, ""), (0, "")]
 
