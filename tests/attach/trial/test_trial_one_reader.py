@@ -119,6 +119,7 @@ def test_a_loader_with_a_process_of_its_own_is_left_alone(patches: Patches) -> N
     del iterator
 
 
+@pytest.mark.slow  # torch takes five seconds to end a loader process whose data set has failed
 def test_what_a_data_set_raises_comes_through(patches: Patches) -> None:
     def broken(data: Any) -> float:
         raise ValueError("no such file")
