@@ -123,7 +123,7 @@ def test_a_script_is_made_faster_proved_and_run(tmp_path: Path) -> None:
     run = frameworm(tmp_path, "run", "--with", str(path), "train.py", "20")
     assert run.returncode == 0, run.stderr
     assert run.stdout == plain.stdout, "the same samples in the same order"
-    assert "loader processes switched on" in run.stderr
+    assert f"loader processes: {workers} switched on" in run.stderr
     refused = frameworm(tmp_path, "run", "--with", str(path), "train.py", "21")
     assert refused.returncode != 0
     assert "its arguments were 20" in refused.stderr
