@@ -32,7 +32,7 @@ def watch(
     alert: Optional[list[str]] = typer.Option(  # noqa: UP045
         None,
         metavar="COMMAND|URL",
-        help="Told as JSON when a run fails, slows down, loses a rank's pace or its loss, or the disk fills up.",
+        help="Gets JSON when a run fails, slows down, has a straggler or a loss of NaN, or the disk is nearly full.",
     ),
     tui: bool = typer.Option(False, "--tui", help="Show it in the terminal instead of a page; nothing is served."),
     as_json: bool = typer.Option(False, "--json", help="Print address and token as one line of JSON, then serve."),

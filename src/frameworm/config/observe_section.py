@@ -8,7 +8,7 @@ from pydantic import Field
 
 from frameworm.config.section import Auto, Count, OffNone, OffWord, Section, Share
 
-# They say who is told of a run, not how it trains.
+# Settings of loggers, which have no effect on training itself.
 LOGGER_SETTINGS = (
     "loggers",
     "log_interval_s",

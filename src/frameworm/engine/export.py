@@ -187,7 +187,7 @@ def write_weights(target: Path, tensors: Mapping[str, torch.Tensor], about: dict
     Raises:
         RunFolderError: The file cannot be written.
     """
-    # Tied weights are written once each: whoever loads them ties them again.
+    # Tied weights are written as separate copies; loading them into the model ties them again.
     content = save({name: item.detach().cpu().contiguous().clone() for name, item in tensors.items()}, about)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

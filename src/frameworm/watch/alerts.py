@@ -19,7 +19,6 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from frameworm.errors import EnvironmentSetupError
@@ -198,7 +197,7 @@ def _sender(target: str) -> Callable[[str], Any]:
             "address that begins with http:// or https://"
         )
     return lambda text: subprocess.run(
-        command, input=text, text=True, timeout=_COMMAND_S, check=True, stdout=subprocess.DEVNULL, cwd=Path.cwd()
+        command, input=text, text=True, timeout=_COMMAND_S, check=True, stdout=subprocess.DEVNULL
     )
 
 

@@ -143,13 +143,7 @@ class Service:
 
     def _head(self, run_id: str) -> dict[str, Any] | None:
         self.catalogue.rows()
-        run = self.catalogue.find(run_id)
-        found = self.catalogue.record(run_id)
-        if run is None or found is None:
-            return None
-        status, record = found
-        with run.lock:
-            return view.head(run_id, self.catalogue.name_of(run_id), status, record, run)
+        return view.head_of(self.catalogue, run_id)
 
     async def _of_run(self, request: Request, make: Any) -> Response:
         def answer() -> Any:

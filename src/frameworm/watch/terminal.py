@@ -50,17 +50,8 @@ def _drawn(catalogue: Catalogue) -> RenderableType:
     rows = catalogue.rows()
     if not catalogue.is_run:
         return _table(catalogue)
-    head = _head(catalogue, rows[0].id) if rows else None
+    head = view.head_of(catalogue, rows[0].id) if rows else None
     return Text("the run is gone") if head is None else _run(head)
-
-
-def _head(catalogue: Catalogue, run_id: str) -> dict[str, Any] | None:
-    run, found = catalogue.find(run_id), catalogue.record(run_id)
-    if run is None or found is None:
-        return None
-    status, record = found
-    with run.lock:
-        return view.head(run_id, catalogue.name_of(run_id), status, record, run)
 
 
 def _table(catalogue: Catalogue) -> RenderableType:

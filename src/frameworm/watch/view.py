@@ -13,7 +13,7 @@ from frameworm.records.schema import RunRecord, json_ready
 from frameworm.report.kit import tables
 from frameworm.report.run.charts import outliers
 from frameworm.report.run.network_text import communication_text
-from frameworm.watch.catalogue import RUNNING, model_of
+from frameworm.watch.catalogue import RUNNING, Catalogue, model_of
 from frameworm.watch.files import Inside
 from frameworm.watch.run import Event, WatchedRun
 
@@ -23,6 +23,16 @@ MOST_CHECKPOINTS = 50
 _MOST_EVENTS = 100
 _LOG_NAME = re.compile(r".+\.(log|out|err)|(stdout|stderr)(\..+)?")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{1,18})")
+
+
+def head_of(catalogue: Catalogue, run_id: str) -> dict[str, Any] | None:
+    """What `head` gives for a run of a catalogue; None: there is no such run (now)."""
+    run, found = catalogue.find(run_id), catalogue.record(run_id)
+    if run is None or found is None:
+        return None
+    status, record = found
+    with run.lock:
+        return head(run_id, catalogue.name_of(run_id), status, record, run)
 
 
 def head(run_id: str, name: str, status: str, record: RunRecord, run: WatchedRun) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A moving average of the weights (EMA): after every update `average += (1 - decay) * (weights - average)`.
 
-It starts with the weights that training starts with and is kept where they are updated: of divided parameters each rank
-averages its part, under zero1 each rank the parameters that it updates. Buffers are not averaged; whoever is scored
-with the averages has the model's own. Half-precision weights are averaged in float32, where small changes are not lost.
+The average starts from the initial weights and lives where they are updated: each rank averages its own shard, and
+under zero1 the parameters that it updates. Buffers are not averaged; evaluation uses the model's own. Half-precision
+weights are averaged in float32, so that small changes are not lost.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _multiplies(module: nn.Module, *, in_block: bool) -> bool:
         return True
     if not in_block or isinstance(module, (*_EMBEDDINGS, *_NORMS, ParametrizationList)):
         return False
-    return not any(True for _ in module.children())  # a layer of somebody's own; beside others a table is likelier
+    return not any(True for _ in module.children())  # a custom layer; next to other layers it is more likely a table
 
 
 class WholeMuon(torch.optim.Muon):
