@@ -75,7 +75,7 @@ def test_the_machine_is_in_the_summary_and_beside_it(tmp_path: Path) -> None:
     assert record.system is not None
     assert record.system.samples >= 2
     assert record.system.rss_bytes is not None
-    samples = read_samples(file)
+    samples = list(read_samples(file))
     assert len(samples) >= record.system.samples, "those before the first and after the last step do not count"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["system"]["rss_bytes"]["max"] == record.system.rss_bytes.max

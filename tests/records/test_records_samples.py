@@ -46,13 +46,13 @@ def test_samples_come_back_equal_and_broken_lines_are_passed_over(tmp_path: Path
     assert writer.close()
     with path.open("a") as file:
         file.write('[1]\n{"time": "soon"}\n{"time": 5.0, "later_key": 1}\n{"time": 1.0, "gpu_b')
-    assert read_samples(path) == [*samples, SystemSample(time=5.0)]
+    assert list(read_samples(path)) == [*samples, SystemSample(time=5.0)]
     assert json.loads(path.read_text().splitlines()[0])["gpu_power_w"] is None
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"absent\.jsonl"):
-        read_samples(tmp_path / "absent.jsonl")
+        list(read_samples(tmp_path / "absent.jsonl"))
 
 
 @pytest.mark.parametrize("count", [1, 9, 10, 11, 20, 21, 47, 1000])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from frameworm.records.estimate import LARGEST, Estimate, known, ratio, trend
 from frameworm.records.schema import StepRecord
@@ -49,12 +49,21 @@ class StepAccount:
 
     The warm-up is left out as `records.statistics.StepAggregate` leaves it out: `warmup` steps, but never more than
     half of those there are.
+
+    Args:
+        warmup: Steps at the start to leave out.
+        share: The part of all steps that is taken in, where that is a sample.
+        rare: What is known from elsewhere of the rare phases: the share of each in the time of all steps.
     """
 
-    def __init__(self, warmup: int = DEFAULT_WARMUP) -> None:
+    def __init__(
+        self, warmup: int = DEFAULT_WARMUP, share: float = 1.0, rare: Mapping[str, float] | None = None
+    ) -> None:
         self._warmup = warmup
+        self._share = share
+        self._rare = rare
         self._head: list[StepRecord] | None = []
-        self._sums = _Sums()
+        self._sums = _Sums(share, rare)
 
     def add(self, step: StepRecord) -> None:
         """Take one step in."""
@@ -76,7 +85,7 @@ class StepAccount:
         """The sums so far, without the warm-up."""
         if self._head is None:
             return self._sums
-        sums = _Sums()
+        sums = _Sums(self._share, self._rare)
         for step in self._head[min(self._warmup, len(self._head) // 2) :]:
             sums.add(step)
         return sums
@@ -85,7 +94,9 @@ class StepAccount:
 class _Sums:
     """The measured steps: totals, and bins that are joined in pairs when there are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0, known_rare: Mapping[str, float] | None = None) -> None:
+        self.share = share  # of all steps that is summed up
+        self._known_rare = known_rare
         self.steps = 0
         self.total_s = 0.0
         self.samples = 0
@@ -163,8 +174,18 @@ class _Sums:
     @property
     def training_share(self) -> float:
         """Share of the time that was neither checkpoint nor validation."""
+        if self._known_rare is not None:
+            return max(1.0 - math.fsum(self._known_rare.values()), 0.0)
         rare_s = math.fsum(sums[1] for sums in self.rare.values())
         return max(1.0 - rare_s / self.total_s, 0.0) if self.total_s > 0 else 0.0
+
+    def _of_all(self, found: Estimate) -> Estimate:
+        """A share of training as one of all the time."""
+        scaled = found.scaled(self.training_share)
+        if self.share == 1 or self._known_rare is not None:
+            return scaled
+        error = math.hypot(*(self._rare_share(*sums).error for sums in self.rare.values()))
+        return Estimate(scaled.value, math.hypot(scaled.error, found.value * error), scaled.freedom)
 
     @property
     def rows_per_step(self) -> float | None:
@@ -189,17 +210,21 @@ class _Sums:
         for name in dict.fromkeys(name for item in batches for name in item.phases if name not in RARE):
             found = ratio([item.phases.get(name, 0.0) for item in batches], wholes)
             if found is not None:
-                shares[name] = found.scaled(self.training_share)
-        for name, (count, total_s, squares) in self.rare.items():
-            shares[name] = self._rare_share(int(count), total_s, squares)
+                shares[name] = self._of_all(found)
+        for name, sums in self.rare.items():
+            shares[name] = self._rare_share(*sums)
         return shares
 
-    def _rare_share(self, count: int, total_s: float, squares: float) -> Estimate:
-        """Share of a rare phase; the error comes from how unlike its occurrences are, half of it for one or two."""
+    def _rare_share(self, count: float, total_s: float, squares: float) -> Estimate:
+        """Share of a rare phase; the error comes from how unlike its occurrences are, half of it for one or two.
+
+        In a sample it comes, too, from how many of them happened to be met.
+        """
         mean_s = total_s / count
         variance = max(squares / count - mean_s**2, 0.0) * count / max(count - 1, 1)
         each_s = max(math.sqrt(variance), mean_s / 2 if count < 3 else 0.0)
-        return Estimate(total_s / self.total_s, each_s * math.sqrt(count) / self.total_s)
+        met_s = mean_s * math.sqrt(1 - self.share)
+        return Estimate(total_s / self.total_s, math.hypot(each_s, met_s) * math.sqrt(count) / self.total_s)
 
     def metrics(self) -> dict[str, Estimate]:
         """Share of each measure that is counted in seconds within the phases."""
@@ -209,7 +234,7 @@ class _Sums:
         for name in dict.fromkeys(name for item in batches for name in item.metrics if name.endswith("_s")):
             found = ratio([item.metrics.get(name, 0.0) for item in batches], wholes)
             if found is not None:
-                shares[name] = found.scaled(self.training_share)
+                shares[name] = self._of_all(found)
         return shares
 
     def counts(self) -> dict[str, float]:
@@ -223,7 +248,7 @@ class _Sums:
         """Share of the time this rank waited for later ones."""
         batches = self.batches()
         found = ratio([item.wait_s for item in batches], [item.waited_s for item in batches])
-        return None if found is None else found.scaled(self.training_share)
+        return None if found is None else self._of_all(found)
 
 
 def _add_up(totals: dict[str, float], more: dict[str, float]) -> None:

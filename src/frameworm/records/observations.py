@@ -86,6 +86,7 @@ class Flops:
         peak_per_s: Dense peak of all devices in that precision; None: not known.
         achievable_per_s: What these devices reach in the model's own matrix products; None: not measured.
         products: The largest matrix products of the model.
+        model: What other steps are counted by.
     """
 
     per_step: float
@@ -95,6 +96,7 @@ class Flops:
     peak_per_s: float | None = None
     achievable_per_s: float | None = None
     products: list[MatrixProduct] = field(default_factory=list)
+    model: ModelFlops | None = None
 
     @property
     def mfu(self) -> float | None:
@@ -203,6 +205,8 @@ class SystemSample:
     cpu_cores: list[float] = field(default_factory=list)  # share busy per usable core, 0 to 1
     cpu_process: float | None = None  # cores this process and its children kept busy
     io_wait: float | None = None  # share of the cores' time spent waiting for disks
+    cpu_waiting: float | None = None  # share of the time a thread of this process was ready and had no core
+    cpu_stolen: float | None = None  # share of the cores' working time that the hypervisor gave to other machines
     host_memory: float | None = None  # share of the machine's memory in use, or of what its cgroup grants
     rss_bytes: int | None = None  # this process and its children
     threads: int | None = None
@@ -230,6 +234,8 @@ class SystemSummary:
     cpu_busiest_core: Statistics | None = None
     cpu_process: Statistics | None = None
     io_wait: Statistics | None = None
+    cpu_waiting: Statistics | None = None
+    cpu_stolen: Statistics | None = None
     host_memory: Statistics | None = None  # share of the machine's memory in use
     rss_bytes: Statistics | None = None
     rss_growth_bytes_per_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from frameworm.errors import RunFolderError
@@ -35,21 +36,19 @@ def sample_line(sample: SystemSample) -> str:
     return json.dumps(json_ready(data), allow_nan=False, separators=(",", ":"))
 
 
-def read_samples(path: str | os.PathLike[str]) -> list[SystemSample]:
-    """All readable samples of a file; broken lines, as crashes leave them, are passed over.
+def read_samples(path: str | os.PathLike[str]) -> Iterator[SystemSample]:
+    """The readable samples of a file, one at a time; broken lines, as crashes leave them, are passed over.
 
     Raises:
         RunFolderError: The file cannot be read.
     """
-    found = []
     try:
         for line in read_lines(path):
             sample = parse_sample(line)
             if sample is not None:
-                found.append(sample)
+                yield sample
     except OSError as error:
         raise RunFolderError(f"cannot read the samples in {path}: {error.strerror or error}") from error
-    return found
 
 
 class SampleSeries:

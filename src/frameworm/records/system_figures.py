@@ -38,7 +38,10 @@ def robust_slope(points: Sequence[tuple[float, float]], most_points: int = 200) 
 
 GROWTH_POINTS = 200
 
-_SPREAD = ("gpu_busy", "gpu_memory_bytes", "gpu_power_w", "cpu_process", "io_wait", "host_memory", "rss_bytes")
+_SPREAD = (
+    *("gpu_busy", "gpu_memory_bytes", "gpu_power_w"),
+    *("cpu_process", "io_wait", "cpu_waiting", "cpu_stolen", "host_memory", "rss_bytes"),
+)
 _RATES = ("disk_read_bytes", "disk_write_bytes", "network_sent_bytes", "network_received_bytes")
 
 

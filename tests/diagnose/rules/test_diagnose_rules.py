@@ -21,7 +21,7 @@ from planted_facts import (
 )
 
 from frameworm.diagnose.rules.judge import CODES, RULES, Judgement, apply_judgement, judge
-from frameworm.records.observations import Compression, OtherTime, Place
+from frameworm.records.observations import Compression, OtherTime, Place, SystemSummary
 from frameworm.records.schema import (
     Batch,
     Bucket,
@@ -334,6 +334,55 @@ def test_workers_that_outnumber_the_cores_are_the_cause_of_waiting() -> None:
     assert finding_of(judgement, "input_bound") is None
     assert judgement.findings[0].share == pytest.approx(0.51, abs=0.02)
     assert ("data.num_workers", 7) in [(item.knob, item.value) for item in judgement.findings[0].remedies]
+
+
+def crowded(waiting: float, stolen: float = 0.0, **fields: Any) -> SystemSummary:
+    """A machine of 8 cores whose run keeps 3 of them busy."""
+    spread = {"cpu_waiting": around(waiting, 0.01), "cpu_stolen": around(stolen, 0.01), "cpu_process": around(3.0)}
+    return cpu_system(**{"busy": 0.99, **spread, **fields})
+
+
+def test_work_of_others_is_named_and_costs_what_the_run_waited() -> None:
+    judgement = judged(system=crowded(0.55), environment={"torch_threads": 8})
+    assert judgement.verdict == "cpu_oversubscribed"
+    finding = judgement.findings[0]
+    assert (finding.severity, finding.share) == ("critical", pytest.approx(0.55))
+    assert finding.evidence["cores_of_others"] == pytest.approx(0.99 * 8 - 3)
+    assert finding.remedies[0].text.startswith("other processes keep 4.9 of 8 cores busy")
+    assert "OMP_NUM_THREADS=1" in finding.remedies[1].text
+
+
+def test_cores_that_the_hypervisor_took_are_named() -> None:
+    finding = judged(system=crowded(0.1, 0.5)).findings[0]
+    assert finding.code == "cpu_oversubscribed"
+    assert finding.share == pytest.approx(1 - 0.9 * 0.5)
+    assert "hypervisor" in finding.remedies[0].text
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        crowded(0.55, cpu_process=around(7.9)),  # its own threads wait for each other
+        crowded(0.0),  # others compute, and there was a core whenever one was needed
+        crowded(0.55, busy=0.4),  # nobody else computes
+        cpu_system(0.99, cpu_process=around(3.0)),  # the kernel keeps no account
+    ],
+)
+def test_others_that_take_nothing_are_no_cause(system: SystemSummary) -> None:
+    assert judged(system=system, environment={"torch_threads": 8}).verdict == "healthy"
+
+
+def test_what_others_take_now_and_then_is_no_verdict() -> None:
+    judgement = judged(system=crowded(0.15))
+    assert judgement.verdict == "healthy"
+    finding = finding_of(judgement, "cpu_oversubscribed")
+    assert finding is not None
+    assert finding.severity == "info"
+
+
+def test_a_host_that_waits_costs_only_what_the_gpu_was_idle() -> None:
+    system = dataclasses.replace(crowded(0.6), gpu_busy=around(0.97, 0.005))
+    assert judged(device=GPU, system=system).verdict != "cpu_oversubscribed"
 
 
 def test_crowded_threads_leave_cores_idle_while_they_wait_for_each_other() -> None:

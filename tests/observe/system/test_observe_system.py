@@ -59,7 +59,7 @@ def test_the_process_is_seen_and_written_down(tmp_path: Path) -> None:
     assert summary.cpu_process is not None
     assert summary.gpu_busy is None
     assert summary.throttled_share is None
-    written = read_samples(path)
+    written = list(read_samples(path))
     assert len(written) == summary.samples
     assert all(sample.gpu_memory_bytes is None for sample in written)
     assert sampler.cost_s > 0

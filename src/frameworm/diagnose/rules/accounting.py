@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from frameworm.config.checks import NOT_YET
 from frameworm.diagnose.rules.places import work_share
 from frameworm.diagnose.rules.wording import say
-from frameworm.records.account import StepAccount
+from frameworm.records.account import RARE, StepAccount
 from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.observations import RankSummary, SystemSummary
 from frameworm.records.schema import Remedy, RunRecord, Statistics, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.records.trace import TraceSummary
+from frameworm.records.writer import StepReader
 
 StepsOfRanks = StepAccount | Iterable[StepRecord] | Mapping[int, StepAccount | Iterable[StepRecord]]
 
@@ -177,13 +178,15 @@ def gather(
     baseline: RunRecord | None = None,
 ) -> Facts:
     """Collect the facts; the arguments are those of `rules.judge`."""
-    accounts = _accounts(steps)
+    accounts = _accounts(steps, record)
     system = system if system is not None else record.system
     on_gpu = _on_gpu(record)
     settings = _settings(config)
     sums = accounts[min(accounts)].sums() if accounts else None
     if sums is not None and sums.steps:
         measured, step_s, phases = sums.steps, sums.step_s(), sums.phases()
+        if sums.share < 1:
+            phases |= _exact(phases, record)
         metrics, counts, drift = sums.metrics(), sums.counts(), sums.drift()
         rows_per_step = counts.get("rows") or sums.rows_per_step
     else:
@@ -218,18 +221,33 @@ def _accumulation(record: RunRecord) -> float:
     return max(known(record.batch.accumulation) or 1.0, 1.0)
 
 
-def _accounts(steps: StepsOfRanks | None) -> dict[int, StepAccount]:
+def _accounts(steps: StepsOfRanks | None, record: RunRecord) -> dict[int, StepAccount]:
     if steps is None:
         return {}
-    if isinstance(steps, StepAccount):
-        return {0: steps}
     if isinstance(steps, Mapping):
-        return {int(rank): _account(items) for rank, items in steps.items()}
-    return {0: StepAccount().extend(steps)}
+        return {int(rank): _account(items, record) for rank, items in steps.items()}
+    return {0: _account(steps, record)}
 
 
-def _account(steps: StepAccount | Iterable[StepRecord]) -> StepAccount:
-    return steps if isinstance(steps, StepAccount) else StepAccount().extend(steps)
+def _account(steps: StepAccount | Iterable[StepRecord], record: RunRecord) -> StepAccount:
+    if isinstance(steps, StepAccount):
+        return steps
+    share = steps.share if isinstance(steps, StepReader) else 1.0
+    if share == 1 or not record.phases:
+        return StepAccount(share=share).extend(steps)
+    rare = {name: known(record.phases[name].share) or 0.0 for name in RARE if record.phases.get(name) is not None}
+    return StepAccount(share=share, rare=rare).extend(steps)
+
+
+def _exact(sampled: Mapping[str, Estimate], record: RunRecord) -> dict[str, Estimate]:
+    """The shares of the summary, which is of all steps, with the errors of a sample; a phase it missed has its size."""
+    found = {}
+    for name, phase in (record.phases or {}).items():
+        share = None if phase is None else known(phase.share)
+        if share is not None and (name in sampled or name in RARE):
+            of_sample = sampled.get(name, Estimate(0.0, share))
+            found[name] = Estimate(share, of_sample.error, of_sample.freedom)
+    return found
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

@@ -189,7 +189,20 @@ def with_findings(judgement: Judgement, findings: Sequence[Finding]) -> Judgemen
 
 def is_judgement_note(note: str) -> bool:
     """Whether a note of a record was written by a judgement."""
-    return note.startswith(("inconclusive: ", "drift: "))
+    return note.startswith(("inconclusive: ", "drift: ", "sample: "))
+
+
+def sample_note(share: float, rest: str) -> str:
+    """Say that a judgement is by a sample of the steps.
+
+    Args:
+        share: The part of the steps that was read.
+        rest: What else the reader should know.
+    """
+    return (
+        f"sample: findings are by {share:.2%} of the steps, in blocks spread evenly over the run, and their intervals "
+        f"allow for that; {rest}"
+    )
 
 
 def _cost(finding: Finding) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from frameworm.diagnose.rules.accounting import Facts, Option, mean_of
 from frameworm.diagnose.rules.cost import costed
 from frameworm.diagnose.rules.device import MEMORY_UNDERUSED, is_small_batch, memory_share
-from frameworm.records.estimate import Estimate, known
+from frameworm.records.estimate import Estimate, clamp, known
 from frameworm.records.schema import Finding, Remedy, Statistics
 
 PRESSURE_WARNING, PRESSURE_CRITICAL = 0.93, 0.98
@@ -23,6 +23,8 @@ SOON_S = 3600.0
 CROWDED = 1.5  # threads that want to compute per core
 WORKERS_CROWD = 2.0  # loader processes per core: they rest while their batches wait
 LOCKED_BELOW = 0.7  # of the greatest clock; no load lowers it so far without a reason the driver gives
+LEAST_OTHERS = 0.1  # of the cores: every machine has some other work to do
+OFTEN_HELD_UP = 0.2  # of the time: what others cost below is no verdict on the run
 OWN_SHARE = 0.4  # of the cores, so that it is not only somebody else who keeps them busy
 
 
@@ -133,7 +135,11 @@ def crowded_by_workers(facts: Facts) -> bool:
 
 
 def cpu_oversubscribed(facts: Facts) -> Finding | None:
-    """More threads want to compute than there are cores, and the cores have their hands full with it."""
+    """More threads want to compute than there are cores, this run's own or those of others beside it."""
+    return _crowded_by_itself(facts) or _crowded_by_others(facts)
+
+
+def _crowded_by_itself(facts: Facts) -> Finding | None:
     wanted = demand(facts)
     workers_crowd = crowded_by_workers(facts)
     threads_crowd = wanted is not None and wanted > CROWDED
@@ -170,6 +176,49 @@ def cpu_oversubscribed(facts: Facts) -> Finding | None:
         if found is not None and found.severity != "info":
             return found
     return _without_cost("cpu_oversubscribed", "warning", evidence, remedies)
+
+
+def _crowded_by_others(facts: Facts) -> Finding | None:
+    """The run was ready to compute and did not get its cores: other processes or other machines had them."""
+    system, cores = facts.system, facts.fact("cpus_usable")
+    if system is None or cores is None or cores < 1:
+        return None
+    waiting = mean_of(system, system.cpu_waiting) or Estimate(0.0, 0.0)
+    stolen = mean_of(system, system.cpu_stolen) or Estimate(0.0, 0.0)
+    busy, own = mean_of(system, system.cpu_busy), mean_of(system, system.cpu_process)
+    if busy is None or own is None:
+        return None
+    # All local processes are the run's own, and what the hypervisor takes looks busy.
+    others = clamp(busy.value - stolen.value - own.value * facts.local_processes / cores)
+    if max(others, stolen.value) < LEAST_OTHERS:
+        return None
+    # Both at once: what is left of the time is what neither took.
+    lost = waiting.plus(stolen).minus(Estimate(waiting.value * stolen.value, 0.0))
+    if facts.on_gpu is not False:
+        # The host may wait as long as the GPU has work.
+        if facts.idle is None:
+            return None
+        lost = min(lost, facts.idle, key=lambda share: share.value)
+    evidence = {
+        "cores": cores,
+        "cores_used": own.value,
+        "cores_of_others": others * cores,
+        "cpu_waiting": waiting.value,
+        "cpu_stolen": stolen.value or None,
+        "torch_threads": facts.fact("torch_threads"),
+    }
+    if stolen.value > others:
+        text = "the hypervisor gives this machine's cores to other machines: take one whose cores are not shared"
+    else:
+        text = f"other processes keep {others * cores:.1f} of {cores:g} cores busy: end them, or train elsewhere"
+    options = [Option("", None, text)]
+    if facts.on_gpu is False and (facts.fact("torch_threads") or 1) > 1:
+        fewer = (
+            "until then OMP_NUM_THREADS=1: threads that spin while they wait for each other keep each other from a core"
+        )
+        options.append(Option("", None, fewer))
+    most = "critical" if lost.low > OFTEN_HELD_UP else "info"
+    return costed("cpu_oversubscribed", facts, lost, evidence, facts.remedies(*options), most=most)
 
 
 def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY) -> float | None:

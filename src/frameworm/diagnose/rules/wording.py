@@ -150,8 +150,9 @@ WORDS: dict[str, dict[str, Words]] = {
     },
     "data.pad_to:longest": {
         TORCH: "pad to the longest sample of each batch (in collate_fn), not to one length for all",
-        TRANSFORMERS: "DataCollatorWithPadding(tokenizer) as data_collator, and no padding by the tokenizer: pads to "
-        "the longest sample of each batch, not to one length for all",
+        TRANSFORMERS: "DataCollatorWithPadding(tokenizer) as data_collator (for labels of tokens "
+        "DataCollatorForTokenClassification), and no padding by the tokenizer: pads to the longest sample of each "
+        "batch, not to one length for all",
     },
     "data.pad_to:max": {
         TORCH: "pad batches to a few fixed lengths",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from frameworm.hardware.core_wait import CoreWait
 from frameworm.hardware.nvml import GpuState, open_gpu
 from frameworm.observe.system.host_sources import Family, FamilyState, Machine, MachineState
 from frameworm.records.observations import SystemSample, SystemSummary
@@ -235,6 +236,7 @@ class _Sources:
         self._allocator = _allocator(device) if self._gpu is None else None
         self._family = Family()
         self._machine = Machine() if whole_machine else None
+        self._core_wait = CoreWait()
         self._energy_j: float | None = None
         self._before: tuple[float, float] | None = None  # clock, processor time of the family
 
@@ -252,6 +254,7 @@ class _Sources:
             if self._before is not None and now > self._before[0]:
                 cpu_process = (family.cpu_s - self._before[1]) / (now - self._before[0])
             self._before = (now, family.cpu_s)
+        waits = self._core_wait.read(now)
         return SystemSample(
             time=time.time(),
             gpu_busy=gpu.busy,
@@ -266,6 +269,8 @@ class _Sources:
             cpu_cores=machine.cores,
             cpu_process=cpu_process,
             io_wait=machine.io_wait,
+            cpu_waiting=waits.waiting,
+            cpu_stolen=waits.stolen,
             host_memory=machine.memory,
             rss_bytes=family.rss_bytes,
             threads=family.threads,

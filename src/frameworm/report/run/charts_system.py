@@ -126,13 +126,13 @@ def system_chart(data: SystemChart) -> Markup:
 
 def thinned_samples(samples: Iterable[SystemSample]) -> list[SystemSample]:
     """At most as many samples as a curve has points."""
-    samples = list(samples)
-    if len(samples) <= MOST_POINTS:
-        return samples
+    found: list[SystemSample] = []
     series = SampleSeries(MOST_POINTS)
     for sample in samples:
+        if len(found) <= MOST_POINTS:
+            found.append(sample)
         series.add(sample)
-    return series.points()
+    return found if len(found) <= MOST_POINTS else series.points()
 
 
 def _interval_s(times: Sequence[float]) -> float:
