@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_gpu import GptGpu, gpt_sample_s, tune_gpt_on
+from simulated_gpu import GptGpu, Gpu, gpt_sample_s, tune_gpt_on, tune_on
 from simulated_machine import Machine, config_of, planted, search
 
 from frameworm.tune.best_config import render_best
@@ -124,3 +124,12 @@ def test_there_is_no_proof_at_the_end_without_time_for_it() -> None:
     assert machine.proofs == []
     assert result.changes == {}
     assert "may be noise" in result.attempts[0].reason
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 70.0, 80.0])
+def test_the_first_proof_makes_do_with_what_is_left(budget_s: float) -> None:
+    """It is taken for three trials and the start of what is compiled; that guess must not lose what is far faster."""
+    gpu = Gpu()
+    result = tune_on(gpu, budget_s=budget_s)
+    assert "gpu.compile_model" in result.changes
+    assert gpu.now_s <= budget_s

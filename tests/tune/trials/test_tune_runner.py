@@ -41,6 +41,12 @@ UNITS = (ROUNDING_UNITS["fp32"], ROUNDING_UNITS["fp32"])
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window is repeated because of what else this machine does."""
+    monkeypatch.setattr("frameworm.tune.processes.neighbours.Neighbours.disturbance", lambda self: 0.0)
+
+
 @pytest.fixture
 def runner(tmp_path: Path) -> TrialRunner:
     return TrialRunner(tmp_path, effort=QUICK, limit_bytes=2**33)
@@ -102,6 +108,19 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
     assert result.verdict is not None
     assert (tmp_path / "trials" / "real" / "rank-0.log").exists()
     assert not _trials_left()
+
+
+def test_a_trial_on_a_busy_machine_says_so_and_is_not_cut_short(
+    runner: TrialRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frameworm.tune.processes.neighbours.Neighbours.disturbance", lambda self: 0.4)
+    request = TrialRequest(
+        "busy", tricky_config(pause_s=1e-3), "busy", timeout_s=30.0, keep_going=lambda windows: False
+    )
+    result = runner.run_trial(request)
+    assert result.failure is None
+    assert (result.stopped_early, result.disturbed, result.steps) == (False, pytest.approx(0.4), None)
+    assert len(result.seconds_per_sample) == QUICK.windows
 
 
 @pytest.mark.parametrize(("trick", "ended"), [("stumble", False), ("none", True)])

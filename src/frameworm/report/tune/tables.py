@@ -22,6 +22,7 @@ MATHEMATICS = {
     "more": "approximate",
 }
 _TRIALS = ("baseline", "final")
+_DISTURBED = 0.1  # of a trial, by other work; beyond, its figures say little
 STATUSES = ("accepted", "rejected", "inconclusive", "failed", "skipped")
 FAILURES = {
     "oom": "out of memory",
@@ -236,7 +237,7 @@ def headline(result: Mapping[str, Any]) -> str:
         return f"nothing was found that is faster and learns the same; the {_subject(result)} stays as it is"
     whole = gain_of(result.get("speedup"))
     if whole is None:
-        return "faster by the changes below; there was no budget left to prove them together"
+        return "faster by the changes below; what they gain together is not proved"
     verdict = mapping(result.get("total")).get("verdict")
     proved = ", proved as a whole" if verdict == "accepted" else "" if changes == 1 else ", the whole is not proved"
     return f"{whole.text()} as fast{proved}"
@@ -413,6 +414,11 @@ def spent(result: Mapping[str, Any]) -> str:
         parts.append(f"{count:,.0f} trials and proofs" + ("" if time_s is None else f" in {tables.seconds(time_s)}"))
     if result.get("stopped"):
         parts.append(tables.plain(result["stopped"]))
+    disturbed = figure(mapping(result.get("baseline")).get("disturbed"))
+    if disturbed is not None and disturbed > _DISTURBED:
+        parts.append(
+            f"other work on this machine took {disturbed:.0%} of the first trial: a search without it finds more"
+        )
     return "; ".join(parts) or tables.UNKNOWN
 
 

@@ -15,6 +15,7 @@ from frameworm.tune.search.ledger import BudgetSpentError, Ledger
 from frameworm.tune.search.result import Accepted, Attempt, Progress, Status, Tell, TuneResult, trade_off, was_checked
 from frameworm.tune.trials.longer import Longer
 from frameworm.tune.trials.outcomes import ProofResult, TrialResult, rounding_unit
+from frameworm.tune.trials.windows import DISTURBED
 
 # A first window this many times as slow as the best ends a trial.
 CLEARLY_WORSE = 1.25
@@ -88,9 +89,14 @@ class Challenge:
             attempt.status, attempt.failure, attempt.reason = "failed", "crash", "nothing was measured"
         else:
             attempt.screened = trial.times_as_fast_as(self.best)
-            if trial.stopped_early:
+            gains = attempt.screened >= 1 + self._minimum_gain / 2
+            if not gains and trial.disturbed > DISTURBED:
+                # What is measured in turns decides: other work takes from both sides alike.
+                attempt.status = "inconclusive"
+                attempt.reason = f"{attempt.screened:.3f} x in a trial of which other work took {trial.disturbed:.0%}"
+            elif trial.stopped_early:
                 attempt.reason = f"clearly slower: {attempt.screened:.2f} x after its first window"
-            elif attempt.screened < 1 + self._minimum_gain / 2:
+            elif not gains:
                 attempt.reason = f"no gain: {attempt.screened:.3f} x"
             elif (cost := self._not_paid_back(trial)) is not None:
                 attempt.reason = cost
@@ -140,14 +146,18 @@ class Challenge:
             self.result.trade_offs.append(found)
 
     def _prove_step(self, candidate: Candidate, config: Config) -> ProofResult:
-        """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any."""
+        """The proof of one more change; time is kept for that of the whole where one is owed, else if there is any.
+
+        While nothing is accepted, a proof makes do with what is left: all that has been found would be lost without it.
+        """
         try:
             reserve = 1 if self.result.accepted else 0
             return self.ledger.proof(self.context.config, config, candidate, self.context, reserve=reserve)
         except BudgetSpentError:
             if self._owes_proof:
                 raise
-        return self.ledger.proof(self.context.config, config, candidate, self.context)
+        last = not self.result.accepted
+        return self.ledger.proof(self.context.config, config, candidate, self.context, last=last)
 
     def _puts_off(self, attempt: Attempt, candidate: Candidate) -> bool:
         """Whether its proof would take too much of the budget, or there is no time for it beside that of the whole."""

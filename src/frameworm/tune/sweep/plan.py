@@ -29,7 +29,8 @@ class SweepPlan:
     @property
     def fingerprint(self) -> str:
         """Names the work: sweeps with the same one may share a folder, whatever their world sizes and repeats."""
-        text = dump_config(self.config, without={"observe": LOGGER_SETTINGS}) + self.mode + str(self.world_sizes[0])
+        config = dump_config(self.config, without={"observe": LOGGER_SETTINGS, "storage": None})
+        text = config + self.mode + str(self.world_sizes[0])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def runs(self) -> list[tuple[int, int]]:

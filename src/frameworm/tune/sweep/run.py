@@ -168,6 +168,7 @@ def _run_all(plan: SweepPlan, out: Path, commands: dict[int, list[str]], tell: T
         shutil.rmtree(folder.path, ignore_errors=True)
         began = time.monotonic()
         command = [*commands[size], "--config", str(out / CONFIG_NAME), "--out", str(folder.path)]
+        command += ["--set", "storage.url=off"]  # runs of other sweeps have the same names
         code, said = run_to_end(command, out / RUNS / f"{name}.log", keep_open=lock)
         run.wall_s = time.monotonic() - began
         if code != 0 or folder.status() != "completed":

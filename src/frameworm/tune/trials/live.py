@@ -17,6 +17,7 @@ from frameworm.records.atomic import written_anew
 from frameworm.records.reading import read_tail
 from frameworm.tune.processes.batch_trial import TrialJob
 from frameworm.tune.processes.forkserver import BAD_FORK, start, stop_forking, warm_up, without_script
+from frameworm.tune.processes.neighbours import Neighbours
 from frameworm.tune.processes.process_tree import RankEnd, free_port, judge, remove
 from frameworm.tune.trials.live_rank import Go, LiveJob, Lockstep, run_live
 from frameworm.tune.trials.outcomes import Failure, FailureKind
@@ -46,6 +47,7 @@ class Stand:
         age_s: Time since the process began, less what it stood.
         ahead_s: How long the device was still busy after the last step.
         notes: The window's steps, where they were watched; of several ranks the slowest.
+        disturbed: Share of the window that other work on the machine took; see `Neighbours`.
     """
 
     seconds: float | None
@@ -54,6 +56,7 @@ class Stand:
     age_s: float
     ahead_s: float = 0.0
     notes: tuple[StepNote, ...] = ()
+    disturbed: float = 0.0
 
 
 class Live:
@@ -142,8 +145,9 @@ class Live:
 
     def go(self, lead_in: int, steps: int, *, watched: bool = False) -> Stand:
         """One window; see `stand`. With `watched` its steps are told one by one."""
+        neighbours = Neighbours(process.pid for process in self._processes if process.pid is not None)
         self._send(Go(lead_in, steps, watched))
-        return self.stand()
+        return replace(self.stand(), disturbed=neighbours.disturbance())
 
     def finish(self) -> list[Any]:
         """Let the run end by itself; what each rank says at its end.

@@ -63,6 +63,7 @@ class TrialResult:
         details: Anything JSON can hold: phases, memory, where stderr is kept.
         steps: The first step of the first window, and of each window the steps before the clock starts and those that
             count; None: not known.
+        disturbed: Share of the windows that other work on the machine took.
     """
 
     seconds_per_sample: Sequence[float] = ()
@@ -73,6 +74,7 @@ class TrialResult:
     failure: Failure | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[int, int, int] | None = None
+    disturbed: float = 0.0
 
     @property
     def sample_s(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from frameworm.config.schema import Config
@@ -36,7 +36,16 @@ from frameworm.tune.trials.outcomes import (
 )
 from frameworm.tune.trials.patience import Patience, prepares
 from frameworm.tune.trials.short_steps import ShortSteps
-from frameworm.tune.trials.windows import Effort, go_beside, measure, take_turns, warm_up, window_of
+from frameworm.tune.trials.windows import (
+    DISTURBED,
+    CalmWindow,
+    Effort,
+    go_beside,
+    measure_calm,
+    take_turns,
+    warm_up,
+    window_of,
+)
 
 _NOT_CAPTURED = "the step was not captured"
 # The steps after the first may be slower than later ones, but not all of them by this much where nothing is compiled.
@@ -51,6 +60,8 @@ _EARLY = (1, 3)
 # What the leading side computes at a compared state, in steps of its own: repeated, perturbed, in other precisions.
 _STEPS_PER_STATE = 8
 _PLENTY_BYTES = 16 * 2**30
+# How long a trial waits, in all, for windows that other work leaves alone: of its time, and at most.
+_MOST_TO_REST, _MOST_RESTS_S = 0.2, 5.0
 # Both sides of two comparisons, each with states to compare, may take this share of the device's memory.
 _RUNS, _ROOMY = 4, 0.5
 
@@ -113,7 +124,7 @@ class TrialRunner:
         began, since = time.monotonic(), time.time()
         limit_s, by_budget = self._patience.for_trial(request.config, request.timeout_s)
         deadline = began + limit_s
-        windows: list[float] = []
+        measured: list[CalmWindow] = []
         stopped_early = False
         try:
             (config,) = self._cut(folder, deadline, request.config)
@@ -123,10 +134,13 @@ class TrialRunner:
                     return TrialResult((slow,), stopped_early=True, details=details)
                 step_s, warm = warm_up(live, self._effort, deadline)
                 steps = go_beside(live, warm.done, step_s, window_of(step_s, self._effort, config), request.beside)
+                last_call = time.monotonic() + min(_MOST_RESTS_S, _MOST_TO_REST * (deadline - time.monotonic()))
                 for count in range(1, self._effort.windows + 1):
-                    windows.append(measure(live, *steps.size))
-                    # One window alone may have met somebody else's work.
-                    if count > 1 and not request.keep_going(windows):
+                    measured.append(measure_calm(live, steps.size, last_call))
+                    # One window alone may have met somebody else's work, and so may all.
+                    disturbed = fmean(window.disturbed for window in measured)
+                    windows = [window.sample_s for window in measured]
+                    if count > 1 and disturbed <= DISTURBED and not request.keep_going(windows):
                         stopped_early = True
                         break
                 told = live.finish()[0]
@@ -152,7 +166,9 @@ class TrialRunner:
             tuple(told["findings"]),
             stopped_early,
             details=details,
-            steps=(steps.first, *steps.size),
+            # Windows that were repeated hold later steps than those of the other trial.
+            steps=None if any(window.repeated for window in measured) else (steps.first, *steps.size),
+            disturbed=disturbed,
         )
 
     def prove(self, request: ProofRequest) -> ProofResult:
@@ -346,8 +362,8 @@ class TrialRunner:
         figures = []
         for _ in range(_FIRST_LOOKS):
             stand = live.go(0, 1, watched=True)
-            # It may compile or capture, or its shapes are new.
-            if prepares(request.config) or not stand.notes[0].visits:
+            # It may compile or capture, its shapes are new, or others have the cores.
+            if prepares(request.config) or not stand.notes[0].visits or stand.disturbed > DISTURBED:
                 return None
             assert stand.seconds is not None
             figures.append(stand.seconds / max(1, stand.samples))

@@ -64,6 +64,9 @@ _LONGEST_ROOM_S = 3.0
 _LONG_PAIR_S = 1.0
 _FEW_PAIRS = 6
 
+# A window of which other work took more says little about a trial. How long to wait before another, doubled each time.
+DISTURBED = 0.1
+_FIRST_REST_S = 0.25
 
 Sides = tuple[tuple[Live, Config], tuple[Live, Config]]
 
@@ -139,7 +142,43 @@ def go_beside(live: Live, done: int, step_s: float, size: Size, beside: TrialRes
 
 def measure(live: Live, lead_in: int, steps: int) -> float:
     """Seconds per sample in one window."""
-    stand = live.go(lead_in, steps)
+    return _sample_s(live.go(lead_in, steps))
+
+
+class CalmWindow(NamedTuple):
+    """One window, and what it took to get it.
+
+    Attributes:
+        sample_s: Seconds per sample.
+        disturbed: Share of it that other work on the machine took.
+        repeated: Whether it is not the first that was measured.
+    """
+
+    sample_s: float
+    disturbed: float
+    repeated: bool
+
+
+def measure_calm(live: Live, size: Size, last_call: float) -> CalmWindow:
+    """One window, repeated after a while where others had the cores; the calmest one counts.
+
+    A trial is held against one that ran at another time, when others may have left the cores alone.
+
+    Args:
+        live: It has warmed up.
+        size: Of a window.
+        last_call: Time of `time.monotonic` from which nothing is repeated any more.
+    """
+    stand = live.go(*size)
+    rest_s, repeated = _FIRST_REST_S, False
+    while stand.disturbed > DISTURBED and time.monotonic() + rest_s < last_call:
+        time.sleep(rest_s)
+        rest_s, repeated = 2 * rest_s, True
+        stand = min(stand, live.go(*size), key=lambda one: one.disturbed)
+    return CalmWindow(_sample_s(stand), stand.disturbed, repeated)
+
+
+def _sample_s(stand: Stand) -> float:
     assert stand.seconds is not None
     return stand.seconds / max(1, stand.samples)
 
