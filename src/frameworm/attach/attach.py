@@ -102,11 +102,12 @@ class Observer(ABC):
         def may_train() -> bool:
             return self._watch is None or (self._watch.steps == 0 and not self._watch.is_loading)
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[int], None]:
             self._disarm()
-            return Child.begin(settings).finish
+            child = Child.begin(settings)
+            return lambda code: child.finish()
 
-        self._children = Children(settings, may_train, begin)
+        self._children = Children(__name__, settings, may_train, begin)
         self._children.arm()
 
     def _disarm(self) -> None:
@@ -395,7 +396,7 @@ class Child(Observer):
 
     def end_with_process(self) -> None:
         """Finish when multiprocessing has run what this process was started for."""
-        around_bootstrap(lambda _: self.finish if os.getpid() == self._pid else None)
+        around_bootstrap(lambda process: (lambda code: self.finish()) if os.getpid() == self._pid else None)
 
     def finish(self) -> None:
         """Stop observing; leave for the parent what it cannot see from outside."""
@@ -413,3 +414,8 @@ class Child(Observer):
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             self.process = ProcessInfo(rank, rank, world_size, world_size, launcher="spawn")
         super()._claim_rank()
+
+
+def begin_child(settings: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Observe this process, which the script has started, until it ends."""
+    Child.begin(settings).end_with_process()

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from frameworm.attach.script import AfterImport
 
 _ROOT = str(Path(__file__).resolve().parents[2])
+_Begin = Callable[[], Callable[[int], None]]
 # Runs in a child that has imported nothing yet, with the import path that multiprocessing is about to give it.
 _BEGIN = """
 import sys
 before, sys.path = sys.path, {path!r}
 try:
-    from frameworm.attach.attach import Child
-    Child.begin({settings!r}).end_with_process()
+    from {module} import begin_child
+    begin_child({settings!r}, [item.detach() for item in files])
 except Exception:
     pass
 finally:
@@ -33,20 +34,26 @@ class Children:
     """Hands the observation on to child processes until `disarm`.
 
     Args:
+        module: Its `begin_child(settings, files)` begins the observation in a spawned child.
         settings: What a child needs to know, as plain data.
         wanted: Says whether a child that starts now may be one that trains.
-        begin: Begins the observation in a forked child; returns what ends it.
+        begin: Begins the observation in a forked child; returns what ends it, given the child's exit code.
+        files: Numbers of open files that a spawned child gets too.
     """
 
     def __init__(
         self,
+        module: str,
         settings: Mapping[str, Any],
         wanted: Callable[[], bool],
-        begin: Callable[[], Callable[[], None]],
+        begin: _Begin,
+        files: Sequence[int] = (),
     ) -> None:
+        self._module = module
         self._settings = dict(settings)
         self._wanted = wanted
         self._begin = begin
+        self._files = files
         self._pid = os.getpid()
         self._finders = [
             AfterImport("multiprocessing.process", self._follow_forks),
@@ -74,7 +81,7 @@ class Children:
                     child.join()
 
     def _follow_forks(self) -> None:
-        def start(process: Any) -> Callable[[], None] | None:
+        def start(process: Any) -> Callable[[int], None] | None:
             forked_from_here = os.getpid() != self._pid and process._parent_pid == self._pid
             if not (forked_from_here and self._wanted()):
                 return None
@@ -91,24 +98,28 @@ class Children:
         def get_preparation_data(*args: Any, **kwargs: Any) -> dict[str, Any]:
             data = original(*args, **kwargs)
             if os.getpid() == self._pid and self._wanted():
-                data["frameworm"] = _Begin(_BEGIN.format(path=[*sys.path, _ROOT], settings=self._settings))
+                path = [*sys.path, _ROOT]
+                code = _BEGIN.format(module=self._module, path=path, settings=self._settings)
+                data["frameworm"] = _RunsCode(code, self._files)
             return data
 
         spawn.get_preparation_data = get_preparation_data
 
 
-class _Begin:
+class _RunsCode:
     """Runs code when it is unpickled; a child that cannot import frameworm does not notice."""
 
-    def __init__(self, code: str) -> None:
-        self._code = code
+    def __init__(self, code: str, files: Sequence[int]) -> None:
+        self._code, self._files = code, files
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[str, dict[str, Any]]]:
-        return exec, (self._code, {})
+        from multiprocessing.reduction import DupFd
+
+        return exec, (self._code, {"files": [DupFd(number) for number in self._files]})
 
 
-def around_bootstrap(start: Callable[[Any], Callable[[], None] | None]) -> None:
-    """Call `start` with each process object as its child process begins, and what it returns at the child's end."""
+def around_bootstrap(start: Callable[[Any], Callable[[int], None] | None]) -> None:
+    """Call `start` with each process object as its child begins, and what it returns with the child's exit code."""
     from multiprocessing.process import BaseProcess
 
     kind: Any = BaseProcess
@@ -123,7 +134,7 @@ def around_bootstrap(start: Callable[[Any], Callable[[], None] | None]) -> None:
         code = original(self, *args, **kwargs)
         if end is not None:
             try:
-                end()
+                end(code)
             except Exception as error:
                 print(f"frameworm: {self.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return code

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from frameworm.errors import FramewormError, RunFolderError
 from frameworm.records.atomic import write_atomic
-from frameworm.records.observations import Framework, OtherTime, RankSummary, SystemSummary
+from frameworm.records.observations import Flops, Framework, OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
 from frameworm.records.schema import (
     COMPUTE_PHASES,
@@ -30,10 +30,9 @@ from frameworm.records.schema import (
 )
 from frameworm.records.series import SeriesPoint
 from frameworm.records.statistics import StepAggregate
-from frameworm.records.store import RunFolder
+from frameworm.records.store import SAMPLE_BYTES, RunFolder
 from frameworm.records.trace import TraceSummary
 from frameworm.records.typed import read_record
-from frameworm.records.writer import StepReader
 
 EXPOSED, REPLAY = "communication_exposed", "graph_replay"
 # Every training step has these; one that never shows up was there and could not be seen.
@@ -85,6 +84,7 @@ class RankSums:
         self.samples = 0
         self.checkpoints = 0
         self.checkpoint_s = 0.0
+        self.share = 1.0  # of all steps that is taken in, where that is a sample
 
     def add(self, step: StepRecord) -> None:
         """Take one step in."""
@@ -116,13 +116,22 @@ class RankSums:
         )
 
 
-def record_of(folder: RunFolder, around: Surroundings) -> tuple[RunRecord, list[SeriesPoint]]:
-    """The record of an attached run and its curve, from what its ranks have written."""
+def record_of(
+    folder: RunFolder, around: Surroundings, most_bytes: int | None = None
+) -> tuple[RunRecord, list[SeriesPoint]]:
+    """The record of an attached run and its curve, from what its ranks have written.
+
+    Args:
+        folder: The run.
+        around: What is known about it beside its steps.
+        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+    """
     ranks: dict[int, RankSums] = {}
-    for number, path in folder.step_files().items():
+    for number, reader in folder.step_readers(most_bytes).items():
         ranks[number] = RankSums()
+        ranks[number].share = reader.share
         with contextlib.suppress(RunFolderError):
-            for step in StepReader(path):
+            for step in reader:
                 ranks[number].add(step)
     return record_of_sums(folder, around, ranks)
 
@@ -142,7 +151,7 @@ def record_of_sums(
         batch=_batch(first, world_size),
         started=around.started,
         wall_s=around.wall_s,
-        steps=max(first.aggregate.steps, int(facts.get("steps", 0))),
+        steps=max(round(first.aggregate.steps / first.share), int(facts.get("steps", 0))),
         device=facts.get("device_name"),
         strategy=facts.get("strategy") or ("single" if world_size == 1 else None),
         precision=facts.get("precision"),
@@ -164,6 +173,8 @@ def record_of_sums(
     record.throughput = first.aggregate.throughput(world_samples=samples, world_tokens=tokens)
     if not samples:
         record.throughput.samples_per_s = None
+    record.flops = _flops(facts.get("flops"), ranks)
+    record.mfu = None if record.flops is None else record.flops.mfu
     record.phases = first.aggregate.phases()
     other = record.phases.get("other")
     if record.other_time is not None and other is not None:
@@ -181,6 +192,18 @@ def record_of_sums(
     return record, first.aggregate.series()
 
 
+def _flops(known: Flops | None, ranks: Mapping[int, RankSums]) -> Flops | None:
+    """The model's FLOPs over the steps there are, by what was counted early in the run."""
+    if known is None or known.model is None or not ranks:
+        return known
+    first = ranks[min(ranks)].aggregate
+    steps, seconds = first.measured_steps, first.measured_training_s
+    total = sum(rank.aggregate.measured_flops(known.model) for rank in ranks.values())
+    if not steps:
+        return known
+    return dataclasses.replace(known, per_step=total / steps, per_s=total / seconds if seconds > 0 else None)
+
+
 def _framework(facts: Mapping[str, Any]) -> Framework | None:
     found = facts.get("framework")
     return None if found is None else read_record(Framework, found)
@@ -190,12 +213,8 @@ def _checkpoints(rank: RankSums) -> CheckpointStatistics:
     """A script saves between two steps: training stands still for as long as it takes."""
     if not rank.checkpoints:
         return CheckpointStatistics()
-    return CheckpointStatistics(rank.checkpoints, rank.checkpoint_s, rank.checkpoint_s)
-
-
-def all_steps(folder: RunFolder) -> dict[int, Iterable[StepRecord]]:
-    """The steps of each rank, to be read when somebody wants them."""
-    return {rank: StepReader(path) for rank, path in folder.step_files().items()}
+    stall_s = rank.checkpoint_s / rank.share
+    return CheckpointStatistics(round(rank.checkpoints / rank.share), stall_s, stall_s)
 
 
 def judge_record(record: RunRecord, folder: RunFolder) -> None:
@@ -204,33 +223,76 @@ def judge_record(record: RunRecord, folder: RunFolder) -> None:
     from frameworm.diagnose.targets import grade_targets
 
     record.targets = grade_targets(record)
-    apply_judgement(record, judge(record, steps=all_steps(folder), system=record.system, trace=stored_trace(folder)))
+    steps = folder.step_readers(None)
+    apply_judgement(record, judge(record, steps=steps, system=record.system, trace=stored_trace(folder)))
 
 
-def stored_record(folder: RunFolder) -> RunRecord:
-    """The summary of a run, or what can be said from the steps of one that was cut short."""
+def stored_record(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> RunRecord:
+    """The summary of a run, or what can be said from the steps of one that was cut short.
+
+    Args:
+        folder: The run.
+        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+    """
     if folder.summary_json.exists():
         record = folder.read_summary()
         record.run_dir = str(folder.path)
         return record
-    around = Surroundings(name=folder.run_name() or folder.path.name, status="interrupted")
+    begun = read_begun(folder)
+    around = Surroundings(
+        name=folder.run_name() or folder.path.name,
+        status="interrupted",
+        started=None if begun is None else begun.started,
+        facts=facts_of(begun),
+        environment={} if begun is None else begun.environment,
+    )
     around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
-    record, _ = record_of(folder, around)
+    record, _ = record_of(folder, around, most_bytes)
     if folder.config.exists():
         record.source = "engine"
+    if begun is not None:
+        record.workload = begun.workload
     return record
 
 
-def judge_stored(record: RunRecord, folder: RunFolder) -> None:
-    """Fill in verdict and findings by the rules of today."""
+def read_begun(folder: RunFolder) -> RunRecord | None:
+    """What was known of a run when it began; None: nothing was written down."""
+    with contextlib.suppress(RunFolderError):
+        return folder.read_begun()
+    return None
+
+
+def facts_of(record: RunRecord | None) -> dict[str, Any]:
+    """What a record made earlier knows beside the steps, as `Surroundings.facts`."""
+    if record is None:
+        return {}
+    return {
+        "device_name": record.device,
+        "strategy": record.strategy,
+        "precision": record.precision,
+        "parameters": record.parameters,
+        "gradient_bytes": record.communication.bytes_per_step,
+        "flops": record.flops,
+    }
+
+
+def judge_stored(record: RunRecord, folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> None:
+    """Fill in verdict and findings by the rules of today; a note says where they are by a sample of the steps."""
     from frameworm.config.load import load_config_from_text, show_path
-    from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown
+    from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown, sample_note
 
     config = None
     if folder.config.exists():
         with contextlib.suppress(FramewormError):
             config = load_config_from_text(folder.read_config(), show_path(folder.config))
-    judgement = judge(record, steps=all_steps(folder), system=record.system, config=config, trace=stored_trace(folder))
+    steps = folder.step_readers(most_bytes)
+    judgement = judge(record, steps=steps, system=record.system, config=config, trace=stored_trace(folder))
+    share = min((reader.share for reader in steps.values()), default=1.0)
+    if share < 1:
+        exact = "the other figures are of all steps" if folder.summary_json.exists() else "so are the other figures"
+        judgement = replace(
+            judgement, notes=[*judgement.notes, sample_note(share, f"{exact} (--exact reads them all)")]
+        )
     apply_judgement(record, keep_shown(judgement, record.findings or []))
 
 

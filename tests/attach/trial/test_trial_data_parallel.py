@@ -54,7 +54,7 @@ def train(rank: int, world_size: int, switches: dict[str, Any], passes: Sequence
         optimizer.zero_grad()
     patches.remove()
     state = {name: item.detach().clone() for name, item in model.state_dict().items()}
-    return state, model.bucket_bytes_cap, bool(model.gradient_as_bucket_view)
+    return state, model.bucket_bytes_cap, bool(model.gradient_as_bucket_view), bool(model.static_graph)
 
 
 PASSES = {"alike": [3] * 6, "shorter last": [3, 3, 3, 2, 3, 3], "single": [1] * 4, "longer": [2, 2, 2, 4, 2, 2]}
@@ -73,7 +73,15 @@ def test_what_is_learned_stays_whatever_the_number_of_passes(run_ranks: Ranks, p
 
 def test_buckets_are_set_where_the_script_says_nothing(run_ranks: Ranks) -> None:
     found = run_ranks(train, args=({"bucket_mib": 7, "bucket_views": True}, [1], False))
-    assert found[0][1:] == (7 * 2**20, True)
+    assert found[0][1:] == (7 * 2**20, True, False)
+
+
+def test_a_static_graph_is_set_and_learns_the_same(run_ranks: Ranks) -> None:
+    plain = run_ranks(train, args=({}, [1] * 4, True))
+    found = run_ranks(train, args=({"static_graph": True}, [1] * 4, True))
+    assert found[0][3]
+    for name, value in plain[0][0].items():
+        torch.testing.assert_close(found[0][0][name], value, msg=name)
 
 
 def count_gathers(rank: int, world_size: int, switches: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
@@ -110,6 +118,7 @@ def test_only_the_last_pass_gathers_once_two_updates_were_alike(run_ranks: Ranks
         "gradient_mib": 20 / 2**20,
         "bucket_mib": 25.0,
         "bucket_views": False,
+        "looks_for_unused": False,
         "passes_per_update": 4.0,
         "hooked": False,
     }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from frameworm.attach.patches import Patches
-from frameworm.attach.trial.interception import intercept
+from frameworm.attach.trial.interception import attention_of, intercept
 from frameworm.attach.trial.switches import WORDS, Switches, by_hand, in_words
 from frameworm.errors import ConfigError
 
@@ -52,6 +52,43 @@ def test_optimizers_without_such_a_kernel_are_left_alone(patches: Patches) -> No
     intercept(Switches(fused_optimizer=True), patches)
     optimizer = torch.optim.RMSprop([nn.Parameter(torch.ones(2))])
     assert "fused" not in optimizer.param_groups[0]
+
+
+def test_gradients_are_dropped_where_the_script_fills_them_with_zeros(patches: Patches) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def zeroed(owner: Any) -> bool:
+        model(torch.ones(1, 3)).sum().backward()
+        owner.zero_grad(set_to_none=False)
+        return model.weight.grad is not None
+
+    assert zeroed(model)
+    intercept(Switches(none_gradients=True), patches)
+    assert not zeroed(model)
+    assert not zeroed(optimizer)
+    patches.remove()
+    assert zeroed(optimizer)
+
+
+def attended() -> torch.Tensor:
+    query = torch.ones(1, 1, 4, 8, requires_grad=True)
+    return nn.functional.scaled_dot_product_attention(query, query, query).sum()
+
+
+@pytest.mark.parametrize("wanted", ["math", "flash"])
+def test_attention_takes_the_back_end_that_is_set(wanted: Any, patches: Patches) -> None:
+    assert attention_of(attended()) == "flash"
+    intercept(Switches(attention=wanted), patches)
+    assert attention_of(attended()) == (None if wanted == "math" else wanted)
+    patches.remove()
+    assert attention_of(attended()) == "flash"
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_a_loss_without_attention_has_no_back_end() -> None:
+    assert attention_of(nn.Linear(3, 2)(torch.ones(1, 3)).sum()) is None
+    assert attention_of(torch.zeros(())) is None
 
 
 class Stream(IterableDataset[Any]):

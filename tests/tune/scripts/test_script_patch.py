@@ -67,6 +67,10 @@ def added(changes: dict[str, Any], source: str = SCRIPT, places: list[tuple[str,
         ({"tf32": True}, ['torch.set_float32_matmul_precision("high")']),
         ({"threads": 3}, ["torch.set_num_threads(3)"]),
         (
+            {"attention": "cudnn"},
+            ["torch.backends.cuda.enable_flash_sdp(False)", "torch.backends.cuda.enable_mem_efficient_sdp(False)"],
+        ),
+        (
             {"tf32": True, "compile": True, "workers": 1},
             [
                 'torch.set_float32_matmul_precision("high")',
@@ -87,6 +91,32 @@ def test_buckets_are_set_where_the_model_is_divided() -> None:
     assert "model = DDP(Net(), device_ids=[0], bucket_cap_mb=40, gradient_as_bucket_view=True)" in written
     with pytest.raises(NoPatchError, match="the DistributedDataParallel is made by a library"):
         patched(source, changes, {"places": []})
+
+
+LOOP = """\
+for batch, labels in loader:
+    batch, labels = batch["x"].to(device), labels.cuda()
+    optimizer.zero_grad(set_to_none=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"non_blocking": True},
+            'batch, labels = batch["x"].to(device, non_blocking=True), labels.cuda(non_blocking=True)',
+        ),
+        ({"none_gradients": True}, "optimizer.zero_grad(set_to_none=True)"),
+    ],
+)
+def test_calls_in_the_loop_are_changed_where_they_are_made(changes: dict[str, Any], line: str) -> None:
+    assert added(changes, LOOP, [("copy", 2, ""), ("zeroing", 3, "")]) == [line]
+
+
+def test_an_argument_without_a_name_is_left_to_the_user() -> None:
+    with pytest.raises(NoPatchError, match=r"line 1 calls zero_grad\(False\)"):
+        patched("model.zero_grad(False)\n", {"none_gradients": True}, {"places": [("zeroing", 1, "")]})
 
 
 def test_blocks_are_compiled_where_the_model_is_made() -> None:

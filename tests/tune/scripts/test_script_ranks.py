@@ -42,6 +42,7 @@ torch.manual_seed(0)
 inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 if wrapped == "FSDP2":
     fully_shard(inner[0])
+    fully_shard(inner[2])
 model = DistributedDataParallel(inner) if wrapped == "DDP" else fully_shard(inner)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(rank)
@@ -94,7 +95,7 @@ def agreement_of(folder: Path, wrapped: str, switches: dict[str, Any], wrong: li
 
 CHANGES: dict[str, dict[str, Any]] = {
     "DDP": {"fused_optimizer": True, "gather_once": True, "bucket_views": True},
-    "FSDP2": {"fused_optimizer": True, "keep_gathered": True},
+    "FSDP2": {"fused_optimizer": True, "keep_gathered": True, "shard_calls": 3},
 }
 
 
@@ -122,10 +123,16 @@ def test_a_trial_of_ranks_stands_and_goes_and_ends_with_the_first_that_fails(tmp
         process.stand()
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_parameters_that_are_kept_are_not_gathered_again(tmp_path: Path, kept: bool) -> None:
-    with started(tmp_path, ["40", "FSDP2"], switches={"keep_gathered": True} if kept else {}) as process:
-        assert process.stand().facts["gathers_twice"] is not kept
+@pytest.mark.parametrize(
+    ("switches", "twice", "calls"),
+    [({}, True, 3), ({"keep_gathered": True}, False, 3), ({"shard_calls": 3}, False, 1)],
+)
+def test_parameters_are_gathered_as_often_as_is_set(
+    tmp_path: Path, switches: dict[str, Any], twice: bool, calls: int
+) -> None:
+    with started(tmp_path, ["40", "FSDP2"], switches=switches) as process:
+        facts = process.stand().facts
+        assert (facts["gathers_twice"], facts["shard_calls"]) == (twice, calls)
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from frameworm.attach.trial.switches import Switches, through_options
 from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
 from frameworm.guard.gain import Speedup, Window, speedup_of
 from frameworm.guard.proof import Evidence, Learning, StepEvidence
+from frameworm.report.tune.text import waterfall
 from frameworm.tune.scripts.knobs import ScriptKnob, forget_options
 from frameworm.tune.scripts.process import ScriptError, Stand
 from frameworm.tune.scripts.search import ScriptSearch
@@ -27,6 +28,9 @@ CPU: dict[str, Any] = {
     "cudnn_benchmark": False,
     "threads": 1,
     "draws": False,
+    "attention": None,
+    "zeroes": False,
+    "copies": False,
     "can_fuse": True,
     "compiled": True,
     "blocks": 0,
@@ -37,12 +41,22 @@ CPU: dict[str, Any] = {
     "padded_share": None,
     "indexable": False,
     "gathers_twice": False,
+    "shard_calls": 0,
     "places": [],
     "framework": None,
     "data_parallel": None,
     "data_wait_share": 0.4,
 }
 GPU = {**CPU, "device": "cuda", "device_name": "NVIDIA H200", "capability": 9, "compiled": False}
+
+GATHERED = {
+    "gradient_mib": 1.0,
+    "bucket_mib": 25.0,
+    "bucket_views": False,
+    "looks_for_unused": False,
+    "passes_per_update": 1.0,
+    "hooked": False,
+}
 
 
 class Given(ScriptSearch):
@@ -294,3 +308,103 @@ def test_a_small_gain_must_show_in_several_pairs_of_processes(
     search.run()
     assert statuses(search)["fused_optimizer"] == status
     assert not search._luck, "as many pairs of processes as were needed"
+
+
+def test_compiling_says_after_how_many_steps_it_pays(tmp_path: Path) -> None:
+    result = Given(tmp_path, {**CPU, "compiled": False}, {"compile": 2.0}).run()
+    assert "compile" in result.changes
+    result.accepted[-1].setup_s = 31.0
+    result.setup_s, result.step_s, result.total_steps = 1.0, 0.2, 80
+    told = result.to_json()
+    assert told["pays_after_steps"] == pytest.approx(300, abs=10)
+    assert (told["run_s_before"], told["run_s_after"]) == (pytest.approx(17.0), pytest.approx(39.0, rel=0.02))
+    assert "after 30" in waterfall(told)
+    assert "other work" not in waterfall(told)
+    result.disturbed = 0.4
+    assert "other work on this machine took 40% of the first trial" in " ".join(waterfall(result.to_json()).split())
+    result.switches = Switches(fused_optimizer=True)  # starts as late as without it, but for noise
+    assert "pays_after_steps" not in result.to_json()
+
+
+@pytest.mark.parametrize(
+    ("facts", "tried"),
+    [
+        ({**CPU, "zeroes": True}, [{"none_gradients": True}]),
+        ({**CPU, "attention": "flash"}, [{"attention": "math"}]),
+        ({**GPU, "attention": "flash"}, [{"attention": "cudnn"}, {"attention": "efficient"}]),
+        ({**GPU, "attention": "flash", "capability": 7}, [{"attention": "efficient"}]),
+        ({**GPU, "copies": True}, [{"non_blocking": True, "pin_memory": True}]),
+        ({**GPU, "copies": True, "pinned": True}, [{"non_blocking": True}]),
+        ({**CPU, "shard_calls": 5}, [{"shard_calls": 5}]),
+        ({**CPU, "shard_calls": 5, "parameters": 10**9}, []),
+    ],
+)
+def test_a_switch_is_tried_where_it_means_something(
+    tmp_path: Path, facts: dict[str, Any], tried: list[dict[str, Any]]
+) -> None:
+    names = {"none_gradients", "attention", "non_blocking", "shard_calls"}
+    knobs = Given(tmp_path, facts, {})._look()
+    assert [changes for knob in knobs if (changes := knob.changes(facts)).keys() & names] == tried
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("late_losses", GPU),
+        ("static_graph", {**CPU, "data_parallel": {**GATHERED, "looks_for_unused": True}}),
+    ],
+)
+def test_what_only_the_user_can_judge_needs_consent(tmp_path: Path, name: str, facts: dict[str, Any]) -> None:
+    def offered(*allowed: str) -> bool:
+        search = Given(tmp_path, facts, {})
+        search._allowed = allowed
+        return any(name in knob.changes(facts) for knob in search._look())
+
+    assert not offered()
+    assert offered(name)
+
+
+class Noisy(Given):
+    """A search whose windows are disturbed in the first so many pairs of processes with the change."""
+
+    def __init__(self, folder: Path, gain: float, disturbed: int) -> None:
+        super().__init__(folder, CPU, {"workers": 1.5, "fused_optimizer": gain})
+        self._disturbed, self.pairs = disturbed, list[int]()
+
+    def _time_both(self, before: Switches, after: Switches, **more: Any) -> list[Window]:
+        windows = super()._time_both(before, after, **more)
+        if not after.fused_optimizer:
+            return windows
+        self.pairs.append(more.get("pairs", 10))
+        if len(self.pairs) > self._disturbed:
+            return windows
+        return [Window(side, value * (1.0, 0.6, 1.0, 1.6)[place % 4]) for place, (side, value) in enumerate(windows)]
+
+
+def test_what_the_noise_left_open_is_tried_once_more_with_more_windows(tmp_path: Path) -> None:
+    search = Noisy(tmp_path, 1.3, 1)
+    result = search.run()
+    assert search.pairs[:2] == [10, 20]
+    assert [item.status for item in result.attempts if "fused_optimizer" in item.changes] == [
+        "inconclusive",
+        "accepted",
+    ]
+    assert result.switches.fused_optimizer
+
+
+def test_a_whole_that_the_noise_hides_is_not_told_as_proved(tmp_path: Path) -> None:
+    class Disturbed(Given):
+        def _prove_whole(self, last: Any) -> None:
+            self.disturb = True
+            super()._prove_whole(last)
+
+        def _time_both(self, before: Switches, after: Switches, **more: Any) -> list[Window]:
+            windows = super()._time_both(before, after, **more)
+            if not getattr(self, "disturb", False):
+                return windows
+            return [Window(side, value * (1.0, 9.0, 0.2)[place % 3]) for place, (side, value) in enumerate(windows)]
+
+    result = Disturbed(tmp_path, CPU, {"workers": 1.5, "fused_optimizer": 1.2}).run()
+    assert len(result.accepted) == 2
+    assert result.speedup is None
+    assert "what they gain together is not proved" in waterfall(result.to_json())

@@ -20,18 +20,36 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.script import AfterImport
 from frameworm.attach.trial.switches import Switches
 
 _Function = Callable[..., Any]
 _BYTES_PER_MIB = 2**20
+_FSDP = "torch.distributed.fsdp"
 
 
 def intercept_data_parallel(switches: Switches, patches: Patches) -> None:
     """Set what belongs to DistributedDataParallel."""
-    if switches.bucket_mib or switches.bucket_views:
+    if switches.bucket_mib or switches.bucket_views or switches.static_graph:
         patches.set(DistributedDataParallel, "__init__", functools.partial(_with_buckets, switches))
     if switches.gather_once:
         GatherOnce().install(patches)
+    if switches.shard_calls:
+        around = functools.partial(_only_last, switches.shard_calls)
+        AfterImport(_FSDP, lambda: patches.set(sys.modules[_FSDP], "fully_shard", around)).arm()
+
+
+def _only_last(calls: int, original: _Function) -> _Function:
+    """`fully_shard` that leaves parts to the last of so many calls, which is the one around them all."""
+    made = 0
+
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        return module if made < calls else original(module, *args, **kwargs)
+
+    return fully_shard
 
 
 def _with_buckets(switches: Switches, original: _Function) -> _Function:
@@ -41,6 +59,8 @@ def _with_buckets(switches: Switches, original: _Function) -> _Function:
             kwargs["bucket_cap_mb"] = switches.bucket_mib
         if switches.bucket_views:
             kwargs.setdefault("gradient_as_bucket_view", True)
+        if switches.static_graph:
+            kwargs.setdefault("static_graph", True)
         original(self, *args, **kwargs)
 
     return initialise
@@ -175,6 +195,7 @@ def facts_of_data_parallel(models: list[nn.Module], passes_per_update: float) ->
         "gradient_mib": size / _BYTES_PER_MIB,
         "bucket_mib": model.bucket_bytes_cap / _BYTES_PER_MIB,
         "bucket_views": bool(model.gradient_as_bucket_view),
+        "looks_for_unused": bool(model.find_unused_parameters and not model.static_graph),
         "passes_per_update": passes_per_update,
         "hooked": bool(model._comm_hooks),
     }
@@ -190,6 +211,14 @@ def gathers_twice(models: Sequence[nn.Module]) -> bool:
     )
 
 
+def shard_calls(models: Sequence[nn.Module]) -> int:
+    """How often `fully_shard` was called for parts of the one model that it was called for last; 0: it was not so."""
+    found = [parts for model in models if (parts := _sharded_parts(model))]
+    if len(found) != 1 or found[0][0] not in models:
+        return 0
+    return len({id(part._get_fsdp_state()) for part in found[0]})
+
+
 def keep_gathered(model: nn.Module) -> None:
     """Keep the parameters that a forward pass has gathered until its backward pass is over."""
     for part in _sharded_parts(model):
@@ -197,7 +226,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def _sharded_parts(model: nn.Module) -> list[Any]:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = getattr(sys.modules.get(_FSDP), "FSDPModule", None)
     return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
 
 

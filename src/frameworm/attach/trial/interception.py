@@ -16,6 +16,7 @@ from torch import nn
 
 from frameworm.attach.patches import Patches
 from frameworm.attach.trial.data_parallel import intercept_data_parallel, keep_gathered
+from frameworm.attach.trial.host_waits import intercept_host_waits
 from frameworm.attach.trial.loading import intercept_loading
 from frameworm.attach.trial.switches import Switches
 from frameworm.data.prefetch import map_tensors
@@ -23,6 +24,13 @@ from frameworm.models.blocks import alike, find_block_classes
 
 _Function = Callable[..., Any]
 _HALF = (torch.bfloat16, torch.float16)
+# What allows each back end of attention, and by the name that a backward pass gives it which one was taken.
+_ALLOWS = {
+    "flash": ("flash_sdp_enabled", "enable_flash_sdp"),
+    "efficient": ("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
+    "cudnn": ("cudnn_sdp_enabled", "enable_cudnn_sdp"),
+}
+_ATTENTION = "ScaledDotProduct"
 
 
 def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
@@ -40,9 +48,49 @@ def intercept(switches: Switches, patches: Patches) -> ModelSwitches:
         patches.set(torch.optim.Optimizer, "__init__", _fused)
     if switches.threads:
         torch.set_num_threads(switches.threads)
+    if switches.attention != "any":
+        _attend_by(switches.attention, patches)
+    if switches.none_gradients:
+        for owner in (torch.optim.Optimizer, nn.Module):
+            patches.set(owner, "zero_grad", _dropping)
+    intercept_host_waits(switches, patches)
     intercept_loading(switches, patches)
     intercept_data_parallel(switches, patches)
     return ModelSwitches(switches)
+
+
+def _attend_by(wanted: str, patches: Patches) -> None:
+    """Leave one back end to attention, beside the plain one that takes what no other can.
+
+    For the whole process: where activations are computed again in the backward pass, they must come from the same one.
+    """
+    for name, (is_allowed, allow) in _ALLOWS.items():
+        allowing, before = getattr(torch.backends.cuda, allow), getattr(torch.backends.cuda, is_allowed)()
+        patches.undo_by(functools.partial(allowing, before))
+        allowing(name == wanted)
+
+
+def attention_of(loss: torch.Tensor) -> str | None:
+    """The back end of attention on the way to a loss; None: none, or the plain one, which leaves no trace."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(_ATTENTION):
+            kind = node.name().removeprefix(_ATTENTION).lower()
+            return next((name for name in _ALLOWS if kind.startswith(name)), None)
+        waiting += [following for following, _ in node.next_functions]
+    return None
+
+
+def _dropping(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, True)
+
+    return zero_grad
 
 
 class ModelSwitches:

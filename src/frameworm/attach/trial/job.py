@@ -32,6 +32,7 @@ class TrialJob:
         unit: That unit, of the precision that the script computes in.
         isolated: In namespaces of its own, where nothing that is written stays.
         ranks: Variables in which each of several processes differs from the tuner; empty: it is one process.
+        spawned: The script itself starts that many processes; they are known by their rank in its process group.
         port: Where these meet.
         commands: Numbers of the files that tell each process what to do.
         reports: Numbers of the files to report to.
@@ -52,6 +53,7 @@ class TrialJob:
     unit: float = 2.0**-24
     isolated: bool = True
     ranks: list[dict[str, str | None]] = field(default_factory=list)
+    spawned: bool = False
     port: int = 0
     commands: list[int] = field(default_factory=list)
     reports: list[int] = field(default_factory=list)

@@ -42,16 +42,17 @@ class ComparedRun(Listener):
 
     Args:
         switches: To be set in the models that are found.
-        job: At which steps, where, and as whom.
+        job: At which steps, and as whom.
+        place: Returns the folder for what this process writes, once it trains.
         report: Takes what is to be told: after each compared step, and when all are done.
     """
 
-    def __init__(self, switches: ModelSwitches, job: TrialJob, report: Any) -> None:
+    def __init__(self, switches: ModelSwitches, job: TrialJob, place: Callable[[], Path], report: Any) -> None:
         self.counter = StepCounter(self)
         self._switches = switches
         self._job = job
         self._report = report
-        self._folder = Path(job.folder)
+        self._place = place
         self._dropout: list[DropoutOff] = []
         self._before: Named | None = None
         self._turn = 0
@@ -66,6 +67,10 @@ class ComparedRun(Listener):
         # A script that seeds nothing would draw other samples in each run; torch itself begins with the same seed.
         random.seed(_SEED)
         np.random.seed(_SEED)
+
+    @property
+    def _folder(self) -> Path:
+        return self._place()
 
     def model_found(self, module: nn.Module) -> None:
         """Set what belongs to it, and leave dropout out."""

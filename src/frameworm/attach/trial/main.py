@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from frameworm.attach.children import Children, around_bootstrap
 from frameworm.attach.script import AfterImport, run_script
 from frameworm.attach.trial.job import TrialJob
+from frameworm.attach.trial.link import Link
 from frameworm.attach.trial.switches import Switches
 from frameworm.launch.environment import become_rank, keep_compiled_in
 
+if TYPE_CHECKING:
+    from frameworm.attach.trial.steps import StepCounter
 
-class Link:
-    """Lines of JSON to and from the tuner."""
-
-    def __init__(self, commands: int, reports: int) -> None:
-        self._commands = os.fdopen(commands, "r", encoding="utf-8")
-        self._reports = os.fdopen(reports, "w", encoding="utf-8")
-        self._process = os.getpid()
-
-    def report(self, told: dict[str, Any]) -> None:
-        """Tell the tuner something; without a tuner the trial ends."""
-        if os.getpid() != self._process:
-            return  # forked by the script: what it does is not this trial
-        try:
-            print(json.dumps(told), file=self._reports, flush=True)
-        except (BrokenPipeError, OSError):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def receive(self) -> dict[str, Any]:
-        """What to do next."""
-        line = self._commands.readline()
-        if not line:
-            os.kill(os.getpid(), signal.SIGKILL)  # an end by itself would run the script's own clean-up
-        told: dict[str, Any] = json.loads(line)
-        return told
+# What this file is called where it does not run itself.
+_MODULE = "frameworm.attach.trial.main"
 
 
 def main() -> None:
@@ -53,25 +35,24 @@ def main() -> None:
     else:
         _die_with_parent(job.reports[0])
     keep_compiled_in(Path(job.folder, "compiled"))  # what one trial compiles, the next ones find
-    rank = _split(job) if job.ranks else 0
-    link = Link(job.commands[rank], job.reports[rank])
-    job = replace(job, folder=str(job.folder_of(rank)))
-    counters: list[Any] = []
-    finder = AfterImport("torch", lambda: counters.append(_attach(job, link)))
-    finder.arm()
+    if job.spawned and job.source is not None:
+        Path(job.script).write_text(job.source, encoding="utf-8")  # spawned processes read it; of the trial alone
+    rank = None if job.spawned else _split(job) if job.ranks else 0
+    link = Link(job.commands, job.reports, rank)
+    trial = _Trial(job, link)
+    trial.follow_children()
     ending = run_script(Path(job.script), job.arguments, job.module, job.source)
-    finder.disarm()
+    trial.disarm()
     if isinstance(ending.code, str):
         print(ending.code, file=sys.stderr)  # as Python does at the end of a process
     sys.stdout.flush()
     sys.stderr.flush()
-    steps = counters[0].updates if counters else 0
-    link.report(
+    link.report_end(
         {
             "event": "end",
             "status": ending.status,
-            "steps": steps,
-            "imported": bool(counters),
+            "steps": trial.steps,
+            "imported": trial.counter is not None,
             "started_processes": _has_started_processes(),
         }
     )
@@ -115,24 +96,76 @@ def _close(job: TrialJob, but: int | None = None) -> None:
                 os.close(number)
 
 
-def _attach(job: TrialJob, link: Link) -> Any:
-    """The script has imported torch: set the switches and count its steps."""
-    from frameworm.attach.patches import Patches
-    from frameworm.attach.trial.framework_options import FrameworkOptions
-    from frameworm.attach.trial.interception import intercept
-    from frameworm.attach.trial.lockstep import ComparedRun
-    from frameworm.attach.trial.timing import TimedRun
+class _Trial:
+    """What goes on in one of the script's processes, from when it imports torch."""
 
-    models = intercept(Switches.from_dict(job.switches), Patches())
-    options = FrameworkOptions(job.script, job.options)
-    options.watch(Patches())
-    run: TimedRun | ComparedRun
-    if job.role == "time":
-        run = TimedRun(models, link.report, link.receive, job.script, options)
-    else:
-        run = ComparedRun(models, job, link.report)
-    run.counter.install()
-    return run.counter
+    def __init__(self, job: TrialJob, link: Link) -> None:
+        self._job, self._link = job, link
+        self.counter: StepCounter | None = None
+        self._finder = AfterImport("torch", self._attach)
+        self._finder.arm()
+        self._children: Children | None = None
+
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return 0 if self.counter is None else self.counter.updates
+
+    def follow_children(self) -> None:
+        """Go on in processes that the script starts, unless it trains in this one or a launcher has started them."""
+        job = self._job
+        if job.ranks and not job.spawned:
+            return
+        files = [*job.commands, *job.reports]
+        self._children = Children(_MODULE, asdict(job), lambda: self.steps == 0, lambda: self.child_ends, files)
+        self._children.arm()
+
+    def child_ends(self, code: int) -> None:
+        """Report that this child process is done; a failure shows in the process of the script itself."""
+        if code == 0 and self.steps:
+            self._link.report(
+                {
+                    "event": "end",
+                    "status": "completed",
+                    "steps": self.steps,
+                    "imported": True,
+                    "started_processes": False,
+                }
+            )
+
+    def disarm(self) -> None:
+        """Wait for nothing more."""
+        self._finder.disarm()
+        if self._children is not None:
+            self._children.disarm()
+
+    def _attach(self) -> None:
+        """The script has imported torch: set the switches and count its steps."""
+        from frameworm.attach.patches import Patches
+        from frameworm.attach.trial.framework_options import FrameworkOptions
+        from frameworm.attach.trial.interception import intercept
+        from frameworm.attach.trial.lockstep import ComparedRun
+        from frameworm.attach.trial.timing import TimedRun
+
+        job, link = self._job, self._link
+        models = intercept(Switches.from_dict(job.switches), Patches())
+        options = FrameworkOptions(job.script, job.options)
+        options.watch(Patches())
+        run: TimedRun | ComparedRun
+        if job.role == "time":
+            run = TimedRun(models, link.report, link.receive, job.script, options)
+        else:
+            run = ComparedRun(models, job, lambda: job.folder_of(link.rank or 0), link.report)
+        run.counter.install()
+        self.counter = run.counter
+
+
+def begin_child(settings: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Go on in this process, which the script has started with multiprocessing."""
+    half = len(files) // 2
+    job = replace(TrialJob(**settings), commands=list(files[:half]), reports=list(files[half:]))
+    trial = _Trial(job, Link(job.commands, job.reports, None if job.spawned else 0, is_child=True))
+    around_bootstrap(lambda process: trial.child_ends)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworm.attach.patches import Patches, keep_compiler_out
+from frameworm.attach.trial.host_waits import copies_to_gpu
 from frameworm.attach.trial.interception import can_fuse
 from frameworm.attach.trial.loading import can_have_processes
 
 _Function = Callable[..., Any]
-Place = Literal["optimizer", "loader", "model", "data_parallel"]
+Place = Literal["optimizer", "loader", "model", "data_parallel", "zeroing", "copy"]
 # Frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
@@ -79,6 +80,8 @@ class StepCounter:
         models: Modules that were trained, in the order in which they were found.
         own_models: Those of them that a line of the script calls.
         optimizers: Those that have stepped, likewise.
+        zeroes: Gradients were filled with zeros, not dropped.
+        copies: Tensors were copied to a GPU in a step, and the host waited.
         places: Lines of the script where optimizers and loaders are made and models are called, as kind, line and, of
             a model, the name that it has there.
     """
@@ -89,6 +92,7 @@ class StepCounter:
         self.own_models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.places: list[tuple[Place, int, str]] = []
+        self.zeroes = self.copies = False
         self._script = script
         self._listener = listener
         self._is_over = True
@@ -106,6 +110,11 @@ class StepCounter:
         patches.set(torch.optim.Optimizer, "__init__", self._making)
         closer.set(dataloader.DataLoader, "__init__", self._loading)
         closer.set(DistributedDataParallel, "__init__", self._dividing)
+        for zeroing in (torch.optim.Optimizer, nn.Module):
+            closer.set(zeroing, "zero_grad", self._zeroing)
+        if torch.cuda.is_available():
+            for name in ("to", "cuda"):
+                closer.set(torch.Tensor, name, self._copying)
         closer.set(nn.Module, "__call__", self._calling)
         closer.set(torch.autograd, "backward", self._going_back)
         for owner in (nn.utils, nn.utils.clip_grad):
@@ -239,6 +248,28 @@ class StepCounter:
 
         return initialise
 
+    def _zeroing(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+            if not set_to_none and self._mine():
+                self.zeroes = True
+                self._note_place("zeroing")
+            original(owner, set_to_none)
+
+        return zero_grad
+
+    def _copying(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
+            waits = tensor.device.type == "cpu" and result.is_cuda and copies_to_gpu(original.__name__, args, kwargs)
+            if waits and self.step > 0 and self._mine():
+                self.copies = True
+                self._note_place("copy")
+            return result
+
+        return copy
+
     def _note_place(self, kind: Place, made: object = None) -> bool:
         """Note the line of the script that goes on, if this is its own doing and not a library's."""
         frame: types.FrameType | None = sys._getframe(2)
@@ -253,7 +284,7 @@ class StepCounter:
             return False
         names = {**frame.f_globals, **frame.f_locals}
         name = next((name for name, value in names.items() if made is not None and value is made), "")
-        if own or name:
+        if (own or name) and (kind, frame.f_lineno, name) not in self.places:
             self.places.append((kind, frame.f_lineno, name))
         return own
 

@@ -12,6 +12,7 @@ from frameworm.errors import ConfigError
 from frameworm.records.observations import Framework
 
 Precision = Literal["off", "bf16"]
+Attention = Literal["any", "flash", "efficient", "cudnn", "math"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +26,22 @@ class Switches:
         compile: Compile the model in its training passes.
         compile_blocks: Compile only the blocks that it repeats, once for all that are alike.
         cuda_graphs: Compile the model, and replay its kernels as CUDA graphs.
+        attention: The back end of `scaled_dot_product_attention`; any: torch chooses.
+        none_gradients: `zero_grad` drops gradients where the script has them filled with zeros.
         channels_last: Weights of convolutions with their channels last.
         cudnn_benchmark: Let cuDNN time its algorithms.
         threads: Of torch's operators on a CPU; 0: as it is.
         workers: Processes for loaders that shuffle and have none.
         whole_batches: Samples are taken out of the tensors of a data set at once instead of one by one.
         pin_memory: Page-locked batches.
+        non_blocking: The host does not wait while tensors are copied to a GPU.
+        late_losses: `loss.item()` of a loss on a GPU gives the value from the step before, which has been computed.
         trim_padding: Batches of loaders that shuffle are as wide as their longest sample, where it is told.
         bucket_mib: Gradients that DistributedDataParallel gathers at once; 0: as it is.
         bucket_views: Gradients lie where it gathers them, instead of being copied.
+        static_graph: DistributedDataParallel learns once which parameters a step uses.
         gather_once: Of the passes whose gradients are added up, only the last gathers them.
+        shard_calls: Of so many calls of `fully_shard` only the last is made, which is around them all; 0: as it is.
         keep_gathered: Parameters that `fully_shard` divides are not gathered again for backward; takes more memory.
     """
 
@@ -44,16 +51,22 @@ class Switches:
     compile: bool = False
     compile_blocks: bool = False
     cuda_graphs: bool = False
+    attention: Attention = "any"
+    none_gradients: bool = False
     channels_last: bool = False
     cudnn_benchmark: bool = False
     threads: int = 0
     workers: int = 0
     whole_batches: bool = False
     pin_memory: bool = False
+    non_blocking: bool = False
+    late_losses: bool = False
     trim_padding: bool = False
     bucket_mib: int = 0
     bucket_views: bool = False
+    static_graph: bool = False
     gather_once: bool = False
+    shard_calls: int = 0
     keep_gathered: bool = False
 
     @property
@@ -102,6 +115,12 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     "compile": ("compiled model", "gpu.compile_model", "model.compile() before the first step"),
     "compile_blocks": ("compiled blocks", None, "block.compile() for each block that the model repeats"),
     "cuda_graphs": ("CUDA graphs", "gpu.capture", 'model.compile(mode="reduce-overhead") before the first step'),
+    "attention": (
+        "attention back end",
+        None,
+        "torch.backends.cuda.enable_..._sdp(False) for the back ends to leave out",
+    ),
+    "none_gradients": ("gradients dropped instead of zeroed", None, "optimizer.zero_grad() without set_to_none=False"),
     "channels_last": ("channels last", None, "model.to(memory_format=torch.channels_last)"),
     "cudnn_benchmark": ("cuDNN's algorithms timed", None, "torch.backends.cudnn.benchmark = True"),
     "threads": ("threads", None, "torch.set_num_threads({value})"),
@@ -112,6 +131,12 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
         "DataLoader(data, sampler=BatchSampler(RandomSampler(data), BATCH, False), batch_size=None)",
     ),
     "pin_memory": ("page-locked batches", "data.pin_memory", "DataLoader(..., pin_memory=True)"),
+    "non_blocking": ("copies that the host does not wait for", None, "batch.to(device, non_blocking=True)"),
+    "late_losses": (
+        "losses read one step late",
+        None,
+        "keep loss.detach() and call .item() on it a step later, or every 50 steps",
+    ),
     "trim_padding": (
         "batches as wide as their longest sample",
         "data.pad_to:longest",
@@ -119,10 +144,16 @@ WORDS: dict[str, tuple[str, str | None, str]] = {
     ),
     "bucket_mib": ("MiB of gradients at once", None, "DistributedDataParallel(..., bucket_cap_mb={value})"),
     "bucket_views": ("gradients in their buckets", None, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+    "static_graph": ("static graph", None, "DistributedDataParallel(..., static_graph=True)"),
     "gather_once": (
         "gradients gathered once per update",
         None,
         "with model.no_sync(): around all but the last forward and backward pass of an update",
+    ),
+    "shard_calls": (
+        "one fully_shard around all, instead of",
+        None,
+        "fully_shard(model) alone or around a few large parts, which takes more memory",
     ),
     "keep_gathered": (
         "parameters kept for backward",
@@ -139,8 +170,10 @@ _BELONGS_TO = {"fused_optimizer": "optimizer", "workers": "loader", "pin_memory"
 
 def in_words(changes: Mapping[str, Any]) -> str:
     """Some switches as a phrase."""
+    said_with_value = (int, str)
     return ", ".join(
-        f"{WORDS[name][0]}: {value}" if type(value) is int else WORDS[name][0] for name, value in changes.items()
+        f"{WORDS[name][0]}: {value}" if type(value) in said_with_value and name != "autocast" else WORDS[name][0]
+        for name, value in changes.items()
     )
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from frameworm.attach.framework import Loops
 from frameworm.attach.padding import tokens_of
 from frameworm.attach.patches import Patches
-from frameworm.attach.trial.data_parallel import facts_of_data_parallel, gathers_twice
+from frameworm.attach.trial.data_parallel import facts_of_data_parallel, gathers_twice, shard_calls
 from frameworm.attach.trial.framework_options import FrameworkOptions
-from frameworm.attach.trial.interception import ModelSwitches, can_fuse
+from frameworm.attach.trial.interception import ModelSwitches, attention_of, can_fuse
 from frameworm.attach.trial.loading import reads_in_own_order
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.trial.whole_batches import can_be_indexed
@@ -84,6 +84,8 @@ class TimedRun(Listener):
     def goes_back(self, loss: torch.Tensor) -> None:
         """Count the passes of the first steps, and see whether random numbers were drawn in them."""
         self._passes += 1
+        if self.counter.step == 1:
+            self._seen.attention = self._seen.attention or attention_of(loss)
         if self._random is not None:
             self._seen.draws = has_drawn(self._random, self._device())
             self._random = None
@@ -183,6 +185,7 @@ class Seen:
         pinned: Whether these page-lock.
         padded: Of their batches, the share of positions beyond the longest sample.
         indexable: Whether their batches can be indexed at once.
+        attention: The back end of attention in the first step, as `attention_of` tells.
         draws: Whether random numbers are drawn between a model's call and its backward pass.
     """
 
@@ -191,6 +194,7 @@ class Seen:
     pinned: list[bool] = field(default_factory=list)
     padded: list[float] = field(default_factory=list)
     indexable: list[bool] = field(default_factory=list)
+    attention: str | None = None
     draws: bool = False
 
     def look(self) -> None:
@@ -244,11 +248,15 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "blocks": max((len(blocks) for model in models for blocks in find_block_classes(model)), default=0),
         "block_list": _list_of_blocks(models),
         "gathers_twice": gathers_twice(models),
+        "shard_calls": shard_calls(models),
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
         "workers": max(seen.workers, default=None),
         "pinned": all(seen.pinned) if seen.pinned else None,
         "indexable": any(seen.indexable),
         "padded_share": sum(seen.padded) / len(seen.padded) if seen.padded else None,
+        "attention": seen.attention,
+        "zeroes": counter.zeroes,
+        "copies": counter.copies,
         "draws": seen.draws,
         "places": counter.places,
         "own_names": _digest([[name for name, _ in item.named_parameters()] for item in counter.own_models]),

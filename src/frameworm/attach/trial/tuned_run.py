@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from frameworm.attach.children import Children
 from frameworm.attach.script import AfterImport, Ending, check_script, run_script
 from frameworm.attach.trial.fingerprint import differences, fingerprint_of
 from frameworm.attach.trial.switches import Switches, in_words, through_options
@@ -55,26 +56,48 @@ class TunedRun:
 
     def run(self) -> Ending:
         """Run it."""
-        finder = AfterImport("torch", self._attach)
+        switches, options = through_options(self.switches, self.facts)
+        settings: dict[str, Any] = {
+            "script": str(self.script.absolute()),
+            "switches": switches.to_dict(),
+            "options": options,
+            "about": self.to_dict(),
+            "device": self._fingerprint.get("device"),
+        }
+        finder = AfterImport("torch", lambda: _attach(**settings))
         finder.arm()
+        if self.facts.get("spawned"):  # forked children have what this process has
+            Children(__name__, settings, lambda: True, lambda: lambda code: None).arm()
         gc.freeze()  # what was imported so far is not for the script's garbage collections to look through
         try:
             return run_script(self.script, self.arguments)
         finally:
             finder.disarm()
 
-    def _attach(self) -> None:
-        from frameworm.attach.patches import Patches
-        from frameworm.attach.trial.framework_options import FrameworkOptions
-        from frameworm.attach.trial.interception import intercept
-        from frameworm.attach.trial.provenance import sign_saved_files
-        from frameworm.attach.trial.timing import SwitchedRun
 
-        switches, options = through_options(self.switches, self.facts)
-        patches = Patches()
-        sign_saved_files(self.to_dict(), patches)
-        FrameworkOptions(str(self.script.absolute()), options).watch(patches)
-        SwitchedRun(intercept(switches, patches), self._fingerprint.get("device")).counter.install()
+def begin_child(settings: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Switch the same on in this process, which the script has started with multiprocessing."""
+    AfterImport("torch", lambda: _attach(**settings)).arm()
+
+
+def _attach(
+    script: str,
+    switches: Mapping[str, Any],
+    options: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any],
+    device: str | None,
+) -> None:
+    """The script has imported torch."""
+    from frameworm.attach.patches import Patches
+    from frameworm.attach.trial.framework_options import FrameworkOptions
+    from frameworm.attach.trial.interception import intercept
+    from frameworm.attach.trial.provenance import sign_saved_files
+    from frameworm.attach.trial.timing import SwitchedRun
+
+    patches = Patches()
+    sign_saved_files(about, patches)
+    FrameworkOptions(script, options).watch(patches)
+    SwitchedRun(intercept(Switches.from_dict(switches), patches), device).counter.install()
 
 
 def _read(tuned: Path) -> dict[str, Any]:

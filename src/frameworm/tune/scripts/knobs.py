@@ -20,6 +20,8 @@ _MOST_WORKERS = 4
 _PADDED = 0.05
 _LEAST_BLOCKS = 3
 _MOST_BUCKET_MIB = 200
+# A model of at most so many is gathered in one go without a thought for memory.
+_WHOLE_PARAMETERS = 250_000_000
 _NOT_GATHERED = "no DistributedDataParallel gathers its gradients"
 
 
@@ -118,6 +120,21 @@ def _why_no_blocks(facts: Facts) -> str | None:
     return _first((facts["blocks"] < _LEAST_BLOCKS, "the model repeats no block")) or _why_not_compiled(facts)
 
 
+def _other_attention(facts: Facts) -> list[str]:
+    """Back ends of attention beside the one that is taken."""
+    if not _on_gpu(facts):
+        return ["math"]
+    known = ["cudnn", "efficient", "flash"] if (facts["capability"] or 0) >= 8 else ["efficient"]
+    return [name for name in known if name != facts["attention"]]
+
+
+def _why_not_attention(facts: Facts) -> str | None:
+    return _first(
+        (facts["attention"] is None, "no fused attention was seen"),
+        (not _other_attention(facts), "there is no other one for this GPU"),
+    )
+
+
 def _of_images(facts: Facts) -> bool:
     return _on_gpu(facts) and bool(facts["convolutions"])
 
@@ -150,6 +167,16 @@ def _why_not_once(facts: Facts) -> str | None:
     return _first(
         (gathered["passes_per_update"] < 2, "it makes one pass per update"),
         (gathered["hooked"], "it gathers by a hook of its own"),
+    )
+
+
+def _why_not_static(facts: Facts) -> str | None:
+    gathered = facts["data_parallel"]
+    if gathered is None:
+        return _NOT_GATHERED
+    return _first(
+        (not gathered["looks_for_unused"], "it does not look for unused parameters"),
+        (gathered["passes_per_update"] != 1, "it makes several passes per update"),
     )
 
 
@@ -187,6 +214,36 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
         lambda facts: _first((not _on_gpu(facts), "needs a GPU"), (facts["pinned"] is not False, "already on")),
     ),
     ScriptKnob(
+        lambda facts: {
+            "non_blocking": True,
+            **({} if facts["pinned"] or facts["pinned"] is None else {"pin_memory": True}),
+        },
+        lambda facts: 0.03,
+        lambda facts: _first(
+            (not _on_gpu(facts), "needs a GPU"), (not facts["copies"], "the host does not wait for copies to the GPU")
+        ),
+    ),
+    ScriptKnob(
+        lambda facts: {"none_gradients": True},
+        lambda facts: 0.05,
+        lambda facts: _first((not facts["zeroes"], "it drops its gradients already")),
+    ),
+    ScriptKnob(
+        lambda facts: {"attention": next(iter(_other_attention(facts)), "math")}, lambda facts: 0.04, _why_not_attention
+    ),
+    ScriptKnob(
+        lambda facts: {"attention": _other_attention(facts)[-1]},
+        lambda facts: 0.02,
+        lambda facts: _why_not_attention(facts) or _first((len(_other_attention(facts)) < 2, "that was tried")),
+        again=True,
+    ),
+    ScriptKnob(
+        lambda facts: {"late_losses": True},
+        lambda facts: 0.1,
+        lambda facts: _first((not _on_gpu(facts), "needs a GPU")),
+        consent=("late_losses", "loss.item() would give the loss of the step before"),
+    ),
+    ScriptKnob(
         lambda facts: {"cudnn_benchmark": True},
         lambda facts: 0.05,
         lambda facts: _first(
@@ -203,9 +260,23 @@ SCRIPT_KNOBS: tuple[ScriptKnob, ...] = (
     ),
     ScriptKnob(lambda facts: {"gather_once": True}, lambda facts: 0.3, _why_not_once),
     ScriptKnob(
+        lambda facts: {"shard_calls": facts["shard_calls"]},
+        lambda facts: 0.25,
+        lambda facts: _first(
+            (facts["shard_calls"] < 2, "fully_shard does not divide one model part by part"),
+            (facts["parameters"] > _WHOLE_PARAMETERS, "all parameters at once would take much memory"),
+        ),
+    ),
+    ScriptKnob(
         lambda facts: {"keep_gathered": True},
         lambda facts: 0.2,
         lambda facts: _first((not facts["gathers_twice"], "no parameters are gathered again for backward")),
+    ),
+    ScriptKnob(
+        lambda facts: {"static_graph": True},
+        lambda facts: 0.05,
+        _why_not_static,
+        consent=("static_graph", "each step must use the same parameters as the first, in all of the training"),
     ),
     ScriptKnob(lambda facts: {"bucket_views": True}, lambda facts: 0.05, _why_no_views),
     ScriptKnob(_bucket, lambda facts: 0.05, _why_no_bucket),

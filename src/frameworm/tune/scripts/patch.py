@@ -20,11 +20,21 @@ _KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
     "pin_memory": ("loader", {"pin_memory": "True"}),
     "bucket_mib": ("data_parallel", {"bucket_cap_mb": "{value}"}),
     "bucket_views": ("data_parallel", {"gradient_as_bucket_view": "True"}),
+    "static_graph": ("data_parallel", {"static_graph": "True"}),
+    "none_gradients": ("zeroing", {"set_to_none": "True"}),
+    "non_blocking": ("copy", {"non_blocking": "True"}),
 }
 _AT_THE_TOP = {
     "tf32": 'torch.set_float32_matmul_precision("high")',
     "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "threads": "torch.set_num_threads({value})",
+    "attention": "",  # by its value
+}
+_LEFT_OUT = {
+    "flash": ("mem_efficient", "cudnn"),
+    "efficient": ("flash", "cudnn"),
+    "cudnn": ("flash", "mem_efficient"),
+    "math": ("flash", "mem_efficient", "cudnn"),
 }
 _OF_THE_MODEL = {
     "channels_last": "{model}.to(memory_format=torch.channels_last)",
@@ -34,11 +44,23 @@ _OF_THE_MODEL = {
 }
 _OWN_AFFAIR = {
     "trim_padding": "how samples are padded is decided in many ways; the line to write by hand says what to do",
+    "shard_calls": "where fully_shard is called is not followed; write it by hand",
     "keep_gathered": "where fully_shard is called is not followed; write it by hand",
+    "late_losses": "what is logged when is for the script to say; write it by hand",
     "gather_once": "which pass is the last of an update is for the script to say; write it by hand",
 }
-_MAKES: dict[str, tuple[str, ...]] = {"loader": ("DataLoader",), "optimizer": (), "data_parallel": ()}
-_CALLED = {"data_parallel": "DistributedDataParallel"}
+_MAKES: dict[str, tuple[str, ...]] = {
+    "loader": ("DataLoader",),
+    "optimizer": (),
+    "data_parallel": (),
+    "zeroing": ("zero_grad",),
+    "copy": ("to", "cuda"),
+}
+_CALLED = {
+    "data_parallel": "DistributedDataParallel",
+    "zeroing": "call of zero_grad",
+    "copy": "copy of a batch",
+}
 
 
 class NoPatchError(Exception):
@@ -66,7 +88,9 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
     is_batched = False
     # From the last line on: what is written at one must not move the others.
     for line, kind, name in sorted({(int(line), kind, str(name)) for kind, line, name in places}, reverse=True):
-        if keywords.get(kind):
+        if kind == "copy" and keywords.get(kind):
+            source = _with_copies(source, line, keywords[kind])
+        elif keywords.get(kind):
             source = _with_keywords(source, line, kind, _MAKES.get(kind, (name,)), keywords[kind])
         if kind == "loader" and changes.get("whole_batches"):
             one_by_one, source = source, _in_whole_batches(source, line)
@@ -86,7 +110,10 @@ def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -
         if name in _AT_THE_TOP:
             if not _has_name(tree, "torch"):
                 raise NoPatchError(f"{name}: the script does not import torch under its own name")
-            added.setdefault(_after_imports(tree), []).append(_AT_THE_TOP[name].format(value=value))
+            lines = [_AT_THE_TOP[name].format(value=value)]
+            if name == "attention":
+                lines = [f"torch.backends.cuda.enable_{other}_sdp(False)" for other in _LEFT_OUT[value]]
+            added.setdefault(_after_imports(tree), []).extend(lines)
         elif name in _OF_THE_MODEL:
             models = sorted({str(model) for kind, _, model in places if kind == "model"})
             if name == "compile_blocks" and facts.get("block_list") is None:
@@ -126,6 +153,8 @@ def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keyw
     call = _call_at(ast.parse(source), line, names)
     if call is None or call.end_lineno is None or call.end_col_offset is None:
         raise NoPatchError(f"line {line} makes {what} in a way that cannot be added to")
+    if kind == "zeroing" and call.args:
+        raise NoPatchError(f"line {line} calls zero_grad({ast.unparse(call.args[0])}); leave that argument out")
     if any(item.arg is None for item in call.keywords):
         raise NoPatchError(f"line {line} gives {what} its arguments by **")
     rows = source.splitlines(keepends=True)
@@ -141,6 +170,15 @@ def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keyw
         call = _call_at(ast.parse("".join(rows)), line, names)
         assert call is not None
         rows = _added_to(rows, call, new)
+    return "".join(rows)
+
+
+def _with_copies(source: str, line: int, keywords: Mapping[str, str]) -> str:
+    """All copies of a line with keywords added; there are often several."""
+    rows = source.splitlines(keepends=True)
+    for call in sorted(_calls_at(ast.parse(source), line, _MAKES["copy"]), key=_end, reverse=True):
+        new = [f"{key}={value}" for key, value in keywords.items() if key not in {item.arg for item in call.keywords}]
+        rows = _added_to(rows, call, new) if new else rows
     return "".join(rows)
 
 
@@ -203,11 +241,20 @@ def _end(node: ast.expr | ast.keyword) -> tuple[int, int]:
 
 def _call_at(tree: ast.Module, line: int, names: Sequence[str]) -> ast.Call | None:
     """The outermost call at a line that makes an object, by its name where that is known."""
+    return max(_calls_at(tree, line, names), key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+
+
+def _calls_at(tree: ast.Module, line: int, names: Sequence[str]) -> list[ast.Call]:
+    """The calls at a line by the last part of their name; without names those that make an object."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     there = [node for node in calls if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    named = [node for node in there if _name_of(node.func).rpartition(".")[2] in names] if names else there
-    named = [node for node in named if _name_of(node.func).rpartition(".")[2][:1].isupper()]
-    return max(named, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    called = [(node, _last_name(node.func)) for node in there]
+    return [node for node, name in called if (name in names if names else name[:1].isupper())]
+
+
+def _last_name(node: ast.expr) -> str:
+    """Of what is called, also where that is an attribute of an expression."""
+    return node.attr if isinstance(node, ast.Attribute) else _name_of(node)
 
 
 def _name_of(node: ast.expr) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from frameworm.attach.trial.job import TrialJob
 from frameworm.records.reading import read_tail
 
@@ -25,6 +27,21 @@ _BY_TORCHRUN = "let torchrun start them: torchrun --nproc-per-node N -m framewor
 
 class ScriptError(Exception):
     """A trial of the script gave no answer; the message says why."""
+
+
+class TrainsElsewhereError(ScriptError):
+    """The script trains in processes that it starts itself; `world_size` is how many, 0: they form no process group."""
+
+    def __init__(self, world_size: int) -> None:
+        if world_size:
+            message = f"it trains in {world_size} processes that it starts itself: {_BY_TORCHRUN}"
+        else:
+            message = (
+                "it trains in a process that it starts itself, without a process group: call the function that trains "
+                f"directly, or {_BY_TORCHRUN}"
+            )
+        super().__init__(message)
+        self.world_size = world_size
 
 
 class ScriptEndedError(ScriptError):
@@ -149,6 +166,8 @@ class ScriptProcess:
                 heard[place] = told
                 if len(heard) == len(self._ends):
                     return [heard[place] for place in range(len(heard))]
+            if told["event"] == "elsewhere":
+                raise TrainsElsewhereError(told["world_size"])
             if told["event"] == "end":
                 if told["status"] != "completed":
                     tail = self._tail()
@@ -168,9 +187,11 @@ class ScriptProcess:
             numbers = {self._ends[place].reports: place for place in places}
             ready, _, _ = select.select(list(numbers), [], [], max(0.0, left_s))
             if not ready:
-                begins = self.job.role == "time" and not self._has_stood
-                where = "" if not begins else f". If it trains in processes that it starts itself, {_BY_TORCHRUN}"
-                raise ScriptError(f"it made no further step before its time was over{where}")
+                if self.job.role == "time" and not self._has_stood:
+                    raise ScriptError(
+                        "it had not made its first steps when the time was over; give it a longer --budget"
+                    )
+                raise ScriptError("it made no further step before its time was over")
             for number in ready:
                 read = os.read(number, 65536)
                 if not read:
@@ -178,7 +199,7 @@ class ScriptProcess:
                 self._ends[numbers[number]].waiting += read
 
     def _why_gone(self, place: int) -> str:
-        if len(self._ends) > 1:
+        if len(self._ends) > 1 and not self.job.spawned:
             return f"the process of rank {place} died{self._tail()}"
         try:
             code = self._process.wait(timeout=5.0)
@@ -195,6 +216,13 @@ class ScriptProcess:
             lines = [line.strip() for line in read_tail(self.log, _LOG_TAIL).splitlines() if line.strip()]
             return f": {lines[-1]}" if lines else ""
         return ""
+
+    def numbers(self) -> list[int]:
+        """The processes of the trial, as they are known outside of it."""
+        with suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self._process.pid).children(recursive=True)
+            return [item.pid for item in found] or [self._process.pid]
+        return []
 
     def close(self) -> None:
         """Kill it: an end by itself would run what the script has left for its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,6 +56,9 @@ class ScriptResult:
         facts: What is known about the script.
         sample_s: Seconds per sample before; None where no loader tells samples.
         setup_s: What the script takes to its first steps.
+        disturbed: Share of the first trial in which other work had cores that it was waiting for.
+        step_s: Seconds per step before; None: not known.
+        total_steps: Steps of the whole script, where a trial has seen its end.
         switches: What was found.
         attempts: Everything that was tried, and what was not with its reason.
         total: The proof of all together.
@@ -72,6 +76,9 @@ class ScriptResult:
     facts: dict[str, Any] = field(default_factory=dict)
     sample_s: float | None = None
     setup_s: float | None = None
+    disturbed: float = 0.0
+    step_s: float | None = None
+    total_steps: int | None = None
     switches: Switches = field(default_factory=Switches)
     attempts: list[ScriptAttempt] = field(default_factory=list)
     total: Proof | None = None
@@ -108,7 +115,7 @@ class ScriptResult:
         """Plain values, as for the search of a config."""
         usual = asdict(Switches())
         failure = None if self.problem is None else {"kind": "not_applicable", "reason": self.problem}
-        setups = [item.setup_s for item in self.accepted if item.setup_s is not None]
+        setup_s = self._setup_after_s()
         return {
             "name": self.fingerprint.get("name", ""),
             "command": f"frameworm run --with {tuned} {shlex.join(self.command)}",
@@ -139,8 +146,14 @@ class ScriptResult:
                 for item in self.attempts
             ],
             "trade_offs": [],
-            "baseline": {**self._trial(self.sample_s), "setup_s": self.setup_s, "failure": failure},
-            "final": {**self._trial(self._after_s()), "setup_s": setups[-1] if setups else self.setup_s},
+            "baseline": {
+                **self._trial(self.sample_s),
+                "setup_s": self.setup_s,
+                "failure": failure,
+                "disturbed": self.disturbed,
+            },
+            "final": {**self._trial(self._after_s()), "setup_s": setup_s},
+            **self._whole_run(setup_s),
             "total": None if self.total is None else self.total.to_json(),
             "by_hand": self.by_hand,
             "patch": self.patch,
@@ -153,6 +166,26 @@ class ScriptResult:
             "trials": self.trials,
             "stopped": self.stopped,
         }
+
+    def _setup_after_s(self) -> float | None:
+        """Start-up with all changes: that of the last one that stayed, which had the others as well."""
+        return next((item.setup_s for item in reversed(self.accepted) if item.setup_s is not None), self.setup_s)
+
+    def _whole_run(self, setup_s: float | None) -> dict[str, float]:
+        """What compiling costs the whole run, and the steps that regain it; other differences of start-up are noise."""
+        gain = self.speedup
+        if not self.switches.compiles or gain is None or self.step_s is None or self.setup_s is None or setup_s is None:
+            return {}
+        after_s = self.step_s / gain.value
+        if after_s >= self.step_s:
+            return {}
+        found: dict[str, float] = {
+            "pays_after_steps": max(0, math.ceil((setup_s - self.setup_s) / (self.step_s - after_s)))
+        }
+        if self.total_steps is not None:
+            found["run_s_before"] = self.setup_s + self.total_steps * self.step_s
+            found["run_s_after"] = setup_s + self.total_steps * after_s
+        return found
 
     def _after_s(self) -> float | None:
         return None if self.sample_s is None or self.speedup is None else self.sample_s / self.speedup.value

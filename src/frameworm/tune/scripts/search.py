@@ -20,10 +20,11 @@ from frameworm.attach.trial.switches import Switches
 from frameworm.guard.agreement import judge_agreement
 from frameworm.guard.gain import Side, Window, speedup_of
 from frameworm.guard.proof import Evidence, Proof, prove
+from frameworm.tune.processes.neighbours import Neighbours
 from frameworm.tune.scripts.comparing import NOT_REPEATABLE, Comparing
 from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob, forget_options
 from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
-from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess
+from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess, TrainsElsewhereError
 from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
 from frameworm.tune.scripts.trials import ScriptTrials
 
@@ -122,11 +123,15 @@ class ScriptSearch:
                 result.attempts.append(ScriptAttempt(knob.changes(result.facts), "skipped", result.stopped))
                 continue
             self._try(knob)
+        for knob in self._undecided(knobs):
+            if self._has_time(knob):  # on a busy machine more windows may tell
+                self._try(knob, 2 * _PAIRS)
         if len(result.accepted) > 1:
             self._prove_whole(result.accepted[-1].proof)
         if result.changes:
             self._write_patch()
         self._trials.remove()
+        result.total_steps = self._trials.total
         result.spent_s = time.monotonic() - self._began
         return result
 
@@ -138,6 +143,8 @@ class ScriptSearch:
             facts: What was known about the script then.
         """
         self.result.facts = dict(facts)
+        if facts.get("spawned"):
+            self._trials.follow_spawned(facts["spawned"])
         try:
             agreement = self._compare(switches, wanted=_FEW_STEPS, draws=False).agreement
         except ScriptError as error:
@@ -151,11 +158,27 @@ class ScriptSearch:
     # What the script is
 
     def _look(self) -> list[ScriptKnob]:
+        try:
+            facts = self._seen_alone()
+        except TrainsElsewhereError as found:
+            # Beside each other they would meet at the port that the script names, unless each has a network of its own.
+            if not (found.world_size and self.result.isolated):
+                raise
+            self._tell(f"it trains in {found.world_size} processes that it starts itself; running it again with them")
+            self._trials.follow_spawned(found.world_size)
+            facts = {**self._seen_alone(), "spawned": found.world_size}
+        self.result.facts = facts
+        self.result.fingerprint["device"] = facts["device_name"]
+        return self._knobs()
+
+    def _seen_alone(self) -> dict[str, Any]:
+        """What is known about the script after a run of it as it is."""
         began = time.monotonic()
         with self._trials.start(Switches(), "first") as process:
             stand = self._stands(process)
             self._trial_s = time.monotonic() - began
             facts = stand.facts
+            neighbours = Neighbours(process.numbers())
             try:
                 timed = process.go(LEAST_STEPS - stand.done)
             except ScriptEndedError as ended:
@@ -167,11 +190,10 @@ class ScriptSearch:
                 process.go(math.ceil(_LOOK_S / self._step_s))
             except ScriptEndedError as ended:
                 self._trials.total = ended.steps
-        self.result.facts = {**facts, "data_wait_share": share}
-        self.result.fingerprint["device"] = facts["device_name"]
-        self.result.setup_s = stand.age_s
+            self.result.disturbed = neighbours.disturbance()
+        self.result.setup_s, self.result.step_s = stand.age_s, self._step_s
         self.result.sample_s = timed.seconds / timed.samples if timed.samples else None
-        return self._knobs()
+        return {**facts, "data_wait_share": share}
 
     def _stands(self, process: ScriptProcess) -> Any:
         try:
@@ -194,7 +216,22 @@ class ScriptSearch:
 
     # One change
 
-    def _try(self, knob: ScriptKnob) -> None:
+    def _undecided(self, knobs: Sequence[ScriptKnob]) -> list[ScriptKnob]:
+        """Those that may be faster, for all that the noise has left open."""
+        result = self.result
+        if result.stopped == NOT_REPEATABLE:
+            return []
+        open_changes = [
+            item.changes
+            for item in result.attempts
+            if item.status == "inconclusive"
+            and item.proof is not None
+            and item.proof.speedup is not None
+            and item.proof.speedup.value >= 1 + LEAST_GAIN
+        ]
+        return [knob for knob in knobs if knob.changes(result.facts) in open_changes]
+
+    def _try(self, knob: ScriptKnob, pairs: int = _PAIRS) -> None:
         result = self.result
         changes = knob.changes(result.facts)
         candidate = result.switches.having(changes)
@@ -205,7 +242,7 @@ class ScriptSearch:
         try:
             likely = len(changes) > 1
             with self._comparing.beside(2, candidate, likely=likely) as finish:
-                windows = self._time_well(result.switches, candidate, finish)
+                windows = self._time_well(result.switches, candidate, finish, pairs)
             gain = prove(windows, None, minimum_gain=LEAST_GAIN)
             if gain.checks[0].passed is not True:  # whatever it computes
                 attempt.proof, attempt.reason = gain, gain.checks[0].detail
@@ -228,9 +265,11 @@ class ScriptSearch:
         except ScriptError as error:
             self._tell(f"all changes together: {error}")
             return
-        gain = speedup_of(windows)
-        if gain is not None and last is not None:
-            self.result.total = replace(last, speedup=gain, checks=prove(windows, None).checks[:1] + last.checks[1:])
+        timed = prove(windows, None)
+        if last is None or timed.speedup is None or timed.checks[0].passed is not True:
+            self._tell(f"all changes together: {timed.checks[0].detail}")
+            return
+        self.result.total = replace(last, speedup=timed.speedup, checks=timed.checks[:1] + last.checks[1:])
 
     def _write_patch(self) -> None:
         """The changes as a diff of the script, if that runs as fast and computes the same."""
@@ -260,12 +299,12 @@ class ScriptSearch:
             return
         result.patch = as_diff(source, written, _relative(self._script))
 
-    def _time_well(self, before: Switches, after: Switches, starting: Callable[[], None]) -> list[Window]:
+    def _time_well(self, before: Switches, after: Switches, starting: Callable[[], None], pairs: int) -> list[Window]:
         """Windows of one pair of processes, and of further pairs where one shows a small gain.
 
         Two processes that do the same may differ by a percent or two for as long as they live.
         """
-        windows = self._time_both(before, after, starting=starting)
+        windows = self._time_both(before, after, starting=starting, pairs=pairs)
         for _ in range(_FURTHER_PAIRS):
             gain = prove(windows, None, minimum_gain=LEAST_GAIN)
             if gain.checks[0].passed is not True or (gain.speedup is not None and gain.speedup.low > 1 + _LARGE_GAIN):

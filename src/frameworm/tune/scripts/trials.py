@@ -53,12 +53,22 @@ class ScriptTrials:
     ) -> None:
         self._script, self._arguments, self._module = script, list(arguments), module
         self._place, self._ends, self._ranks = place, ends, list(ranks)
+        self._spawned = 0
         self._result = result
         self.total: int | None = None
-        self.folders = [place / f"rank{rank}" for rank in range(len(ranks))] or [place]
+        self.folders = [place]
         self.remove()
+        self._make_folders()
+
+    def follow_spawned(self, world_size: int) -> None:
+        """The script itself starts so many processes, which train together."""
+        self._ranks, self._spawned = [{}] * world_size, world_size
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        self.folders = [self._place / f"rank{rank}" for rank in range(len(self._ranks))] or [self._place]
         for path in self.folders:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
 
     def start(
         self,
@@ -90,6 +100,7 @@ class ScriptTrials:
             unit=self.unit(Switches()) if facts else ROUNDING_UNITS["fp32"],
             isolated=self._result.isolated,
             ranks=self._ranks,
+            spawned=self._spawned > 0,
             # Where trials have a network of their own, every port of it is free.
             port=(_PORT if self._result.isolated else free_port()) if self._ranks else 0,
         )
