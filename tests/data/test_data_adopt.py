@@ -182,7 +182,7 @@ def test_an_iterable_data_set_is_split_by_sample() -> None:
     assert first == [0, 2, 4, 6, 8, 10]
     note = adopted(DataLoader(Stream(), 2), 0)[1]
     assert note is not None
-    assert "shards_itself" in note
+    assert "every sample is read by 2 of them" in note
 
 
 def batches_of_two() -> Iterator[torch.Tensor]:

@@ -412,7 +412,7 @@ def test_num_workers_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 # Streams
 
 
-@pytest.mark.parametrize("dataset", [Stream(23), Shuffled(23), SplitByWorker(23)])
+@pytest.mark.parametrize("dataset", [Stream(23), Shuffled(23)])
 def test_a_stream_reaches_ranks_and_workers_once(dataset: Stream) -> None:
     def of_rank(rank: int, workers: int) -> list[list[int]]:
         torch.manual_seed(rank)

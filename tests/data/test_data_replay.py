@@ -53,6 +53,13 @@ class Stream(IterableDataset[Any]):
         return iter(torch.from_numpy(rng.random(64)))
 
 
+class Classes(IterableDataset[int]):
+    """Yields one of two values, as labels are: the first alone would often be the same."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, *np.random.default_rng().integers(0, 2, 63).tolist()])
+
+
 def _unseeded_batches() -> Iterator[torch.Tensor]:
     yield torch.from_numpy(np.random.default_rng().random(4))
 
@@ -80,6 +87,7 @@ NOT_REPLAYED: dict[str, tuple[Callable[[], Any], str]] = {
     "in place": (lambda: _sampled(_in_place), "Drawn"),
     "late": (lambda: _sampled(_late), "Drawn"),
     "stream": (lambda: DataLoader(Stream(seeded=False), 4), "Stream"),
+    "few values": (lambda: DataLoader(Classes(), 4), "Classes"),
     "function": (lambda: _unseeded_batches, "_unseeded_batches"),
 }
 

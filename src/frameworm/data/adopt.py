@@ -21,6 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 from frameworm.data.batches.sizes import batch_size_of
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.samples.division import has_own_batches
+from frameworm.data.samples.reader import has_state
+from frameworm.data.samples.streams import is_stream
 from frameworm.errors import ConfigError, DataError
 
 SEED_LIMIT = 2**63
@@ -34,6 +37,11 @@ class RankBatches:
         self.rank = rank
         self.world_size = world_size
         self._skip = 0
+        self._begin = rank
+
+    def after_own(self) -> None:
+        """Let the next iteration, and only that one, find the source behind the last batch of this rank."""
+        self._begin = self.world_size - 1
 
     def skip(self, samples: int) -> None:
         """Let the next iteration, and only that one, begin after so many samples of the source."""
@@ -46,7 +54,8 @@ class RankBatches:
     def __iter__(self) -> Iterator[Any]:
         batches = self.source if isinstance(self.source, Iterable) else self.source()
         skip, self._skip = self._skip, 0
-        return islice(after_samples(iter(batches), skip), self.rank, None, self.world_size)
+        begin, self._begin = self._begin, self.rank
+        return islice(after_samples(iter(batches), skip), begin, None, self.world_size)
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.source) - self.rank) // self.world_size))
@@ -128,39 +137,71 @@ def adopt_loader(
             "or any iterable of batches"
         )
     adopted, note = loader, None
-    if world_size > 1 and not isinstance(loader, OptimizedDataLoader):
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        adopted, note = _divide_stream(loader, rank, world_size, seed)
+    elif world_size > 1 and not isinstance(loader, OptimizedDataLoader):
         if isinstance(loader, DataLoader):
             adopted, note = _split_torch_loader(loader, rank, world_size, seed, may_pad=fill_empty)
         else:
-            adopted, note = _split_batches(loader, rank, world_size)
+            adopted, note = _split_batches(loader, rank, world_size, seed)
     elif not isinstance(loader, Iterable):
         adopted = RankBatches(loader, 0, 1)
     if isinstance(adopted, OptimizedDataLoader):
         adopted.shard(rank, world_size, accumulation, fill_empty=fill_empty, local_world_size=local_world_size)
+        if is_stream(adopted.dataset):
+            note = _with_state(adopted.division.describe(), adopted)
     return adopted, note
 
 
 def set_loader_epoch(loader: Any, epoch: int) -> None:
     """Tell any loader, or whatever draws its order, that an epoch begins."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for listener in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+    dataset = getattr(loader, "dataset", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for listener in (loader, *samplers, dataset if isinstance(dataset, IterableDataset) else None):
         set_epoch: Callable[[int], None] | None = getattr(listener, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
             return
 
 
+def _divide_stream(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> tuple[Any, str | None]:
+    """A torch loader over an iterable data set, or one of ours in its place.
+
+    It stays where it has one reader, whose place cannot be saved: several may shuffle by the process's random state
+    before they divide, which then must be the same for all.
+    """
+    ours = rebuilt(loader, loader.batch_size or 1, loader.drop_last, seed)
+    ours.shard(rank, world_size)
+    division = ours.division
+    if loader.batch_size is None:
+        if division.workers > 1 and not division.own_workers:
+            raise DataError(
+                f"each of {division.workers} workers of the DataLoader would read all of "
+                f"{type(loader.dataset).__name__}, and with batch_size=None its batches cannot be dealt out: let it "
+                "divide itself by get_worker_info(), set num_workers to 0 or 1, or set batch_size"
+            )
+        return (loader, division.describe()) if division.as_it_is else _turns(loader, rank, world_size)
+    return (loader if division.readers == 1 and not division.places else ours), None
+
+
+def _with_state(note: str | None, loader: OptimizedDataLoader) -> str | None:
+    """The note, and what a resumed run makes of the data set's state."""
+    if loader.division.places:
+        state = "A resumed run goes on from the data set's saved state, if that brings back the same samples."
+    elif has_state(loader.dataset):
+        state = (
+            f"The state of {type(loader.dataset).__name__} does not bring back the same samples (a shuffle buffer, for "
+            "instance, is not in it), so a resumed run reads the epoch again up to where it stopped."
+        )
+    else:
+        return note
+    return state if note is None else f"{note} {state}"
+
+
 def _split_torch_loader(
     loader: DataLoader[Any], rank: int, world_size: int, seed: int, may_pad: bool
 ) -> tuple[Any, str | None]:
-    if isinstance(loader.dataset, IterableDataset):
-        if loader.batch_size is None:
-            return _split_batches(loader, rank, world_size)
-        return (
-            rebuilt(loader, loader.batch_size, loader.drop_last, seed),
-            f"The iterable data set of the given DataLoader is split among {world_size} ranks by taking turns, sample "
-            "by sample; a data set that splits itself says so by shards_itself = True.",
-        )
     batch_sampler = loader.batch_sampler
     for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         if _is_distributed(sampler):
@@ -241,7 +282,19 @@ def rebuilt(
     )
 
 
-def _split_batches(loader: Any, rank: int, world_size: int) -> tuple[RankBatches, str]:
+def _split_batches(loader: Any, rank: int, world_size: int, seed: int) -> tuple[Any, str]:
+    own, note = has_own_batches(loader, world_size, seed)
+    if own:
+        loader = loader if isinstance(loader, Iterable) else RankBatches(loader, 0, 1)
+        return (
+            loader,
+            f"Each of {world_size} ranks reads batches of its own from the given {type(loader).__name__}. {note}",
+        )
+    split, text = _turns(loader, rank, world_size)
+    return split, text if note is None else f"{text} {note}"
+
+
+def _turns(loader: Any, rank: int, world_size: int) -> tuple[RankBatches, str]:
     return RankBatches(loader, rank, world_size), (
         f"The samples inside the given {type(loader).__name__} cannot be reached: {world_size} ranks take turns at its "
         "batches, so a step covers as many batches as there are ranks."

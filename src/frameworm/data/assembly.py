@@ -22,9 +22,10 @@ from frameworm.data.batches.equal_samples import (
     unfit,
 )
 from frameworm.data.batches.one_block import BlockLoader, InOneBlock
+from frameworm.data.samples.division import Division, divide
 from frameworm.data.samples.sampling import OrderedSplitSampler, StepSampler, share_of
 from frameworm.data.samples.skipping import SkippedLog, SkippingDataset
-from frameworm.data.samples.streams import StreamBatches
+from frameworm.data.samples.streams import Begin, StreamBatches
 from frameworm.data.samples.workers import SeededDataset, SharedEpoch, WorkerStart, as_it_is, base_of
 from frameworm.errors import ConfigError, DataError, EnvironmentSetupError
 
@@ -227,29 +228,34 @@ def make_sampler(
     )
 
 
+def divided(dataset: Any, settings: LoaderSettings, placement: Placement, workers: int) -> Division:
+    """How a stream is divided among its readers; ranks that share it must all call this."""
+    return divide(
+        dataset,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        workers=workers,
+        seed=settings.seed,
+        own_ranks=settings.distributed is False,
+        own_workers=workers > 1 and settings.worker_init_fn is not None,
+        context=settings.multiprocessing_context,
+        processes=workers,
+    )
+
+
 def make_stream(
-    dataset: Any,
-    batch_size: int,
-    settings: LoaderSettings,
-    placement: Placement,
-    owns_samples: bool,
-    epoch: SharedEpoch,
-    skip: tuple[int, int] = (0, 0),
+    dataset: Any, batch_size: int, settings: LoaderSettings, division: Division, epoch: SharedEpoch, begin: Begin
 ) -> StreamBatches:
     """This rank's batches of an iterable data set."""
-    shards_itself = bool(getattr(dataset, "shards_itself", False))
     return StreamBatches(
         dataset,
         batch_size,
         settings.collate_fn or default_collate,
-        rank=0 if owns_samples else placement.rank,
-        world_size=1 if owns_samples else placement.world_size,
+        division=division,
         seed=settings.seed,
         epoch=epoch,
         drop_last=settings.drop_last,
-        workers_split=not shards_itself and settings.worker_init_fn is None,
-        own_seed=placement.rank if owns_samples else 0,
-        skip=skip,
+        begin=begin,
     )
 
 

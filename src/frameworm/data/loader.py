@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from frameworm.data.assembly import (
     batches_per_step,
     build_loader,
     checked_batching,
+    divided,
     found_placement,
     make_resident,
     make_sampler,
@@ -29,10 +30,11 @@ from frameworm.data.batches.chunks import PackedBatches
 from frameworm.data.batches.counts import TokenCounts
 from frameworm.data.batches.equal_samples import Chunk, ResidentBatches
 from frameworm.data.batches.packed import batches_of, packing_of
+from frameworm.data.samples.division import Division
 from frameworm.data.samples.sampling import StepSampler, StepShape
 from frameworm.data.samples.seeding import mix, seeded
 from frameworm.data.samples.skipping import SkippedLog, SkippedSample
-from frameworm.data.samples.streams import is_stream
+from frameworm.data.samples.streams import Begin, Places, is_stream
 from frameworm.data.samples.workers import (
     SharedEpoch,
     automatic_workers,
@@ -70,7 +72,10 @@ class OptimizedDataLoader:
         self._epoch = 0
         self._shared_epoch = SharedEpoch()
         self._start = 0
-        self._skip = (0, 0)
+        self._division: Division | None = None
+        self._begin = Begin()
+        self._places = Places(1)
+        self._begun: Mapping[str, Any] | None = None
         self._generator = torch.Generator()
         self._tokens: TokenCounts | None = None
         self._packed: PackedBatches | None = None
@@ -233,8 +238,20 @@ class OptimizedDataLoader:
     @property
     def takes_turns(self) -> bool:
         """Whether ranks take turns at the samples of a stream, which come in one order for any number of ranks."""
-        self._ready()
-        return self._is_stream and not self._owns_samples and not self._workers_own
+        return self._is_stream and self.division.one_order
+
+    @property
+    def division(self) -> Division:
+        """How the readers of a stream divide it. Ranks that share it must all ask, since they compare what they read.
+
+        Raises:
+            DataError: They cannot read each sample once.
+        """
+        placement = self._ready()
+        if self._division is None:
+            self._division = divided(self.dataset, self.settings, placement, self.num_workers)
+            self._places = Places(self._division.workers)
+        return self._division
 
     @property
     def steps_per_epoch(self) -> int:
@@ -296,13 +313,13 @@ class OptimizedDataLoader:
             DataError: Each rank or worker reads samples of its own, so nobody knows which ones come first.
         """
         placement = self._ready()
-        if (self._owns_samples and placement.world_size > 1) or (self._is_stream and self._workers_own):
+        if not self.division.one_order if self._is_stream else self._owns_samples and placement.world_size > 1:
             raise DataError(
-                "the data set shards itself, so a run that stopped in the middle of an epoch goes on only with the "
-                "batch size and number of processes it began with"
+                "each reader of the data set has samples of its own, so a run that stopped in the middle of an epoch "
+                "goes on only with the batch size and number of processes it began with"
             )
         if self._sampler is None:
-            self._skip, self._loader = (self._epoch, samples), None
+            self._begin, self._loader = Begin(self._epoch, samples), None
             return
         settings = self.settings
         arrange = None
@@ -324,7 +341,22 @@ class OptimizedDataLoader:
     def order(self) -> str:
         """The order of samples in words; loaders of the same words yield the same samples."""
         self._ready()
-        return f"a stream read with seed {self.settings.seed}" if self._sampler is None else self._sampler.describe()
+        if self._sampler is not None:
+            return self._sampler.describe()
+        how = "" if self.division.one_order else f" ({self.division})"
+        return f"a stream read with seed {self.settings.seed}{how}"
+
+    def place(self, batches: int) -> dict[str, Any] | None:
+        """Where the readers were after so many batches of the running epoch, for `go_on`; None where nobody knows."""
+        return self._places.after(batches) if self._is_stream else None
+
+    def go_on(self, saved: Mapping[str, Any]) -> bool:
+        """Let the next iteration, and only that one, begin at what `place` gave; false if other readers were there."""
+        begin = self._places.begin(self._epoch, saved) if self._is_stream and self.division.places else None
+        if begin is None:
+            return False
+        self._begin, self._begun, self._loader = begin, saved, None
+        return True
 
     def step_shape(self, step: int) -> StepShape:
         """Size of a step of the current epoch on this rank, in samples and, where the data set tells, tokens."""
@@ -375,6 +407,10 @@ class OptimizedDataLoader:
         if self._sampler is not None:
             return Unmarked.of(self._loader)
         batches: Iterator[Any] = iter(self._loader)
+        if self.division.places:
+            batches = self._places.batches(batches, self._begun)
+        if self._begun is not None:  # once: the loader would begin there again
+            self._begun, self._begin, self._loader = None, Begin(), None
         per_step = batches_per_step(self.batch_size, self.settings, placement)
         start, self._start = self._start, 0
         if self.settings.drop_last and per_step > 1:
@@ -386,7 +422,7 @@ class OptimizedDataLoader:
         placement = self._ready()
         if self._sampler is not None:
             return len(self._sampler)
-        return stream_length(len(self.dataset), self.batch_size, self.settings, placement, self._owns_samples)
+        return stream_length(len(self.dataset), self.batch_size, self.settings, placement, self.division.own_ranks)
 
     def _ready(self) -> Placement:
         """The placement in force, with the sampler that goes with it."""
@@ -412,6 +448,7 @@ class OptimizedDataLoader:
         self._placement = placement
         self._fill_empty = fill_empty
         self._loader = None
+        self._division = None
         self._start = 0
         if self.settings.num_workers == "auto":
             self._workers = None
@@ -421,12 +458,6 @@ class OptimizedDataLoader:
             if source is not None:
                 source.place(sampler)
         self._tokens = TokenCounts(self._source, None if self._packed is None else self._packed.plan.capacity)
-
-    @property
-    def _workers_own(self) -> bool:
-        """Whether each worker reads samples of its own."""
-        own = bool(getattr(self.dataset, "shards_itself", False)) or self.settings.worker_init_fn is not None
-        return own and self.num_workers > 1
 
     def _choose_workers(self) -> int:
         chosen = self.settings.num_workers
@@ -443,9 +474,9 @@ class OptimizedDataLoader:
         placement = self._ready()
         source = self._source
         if self._sampler is None:
-            source = make_stream(
-                source, self.batch_size, self.settings, placement, self._owns_samples, self._shared_epoch, self._skip
-            )
+            plain = Division(placement.rank, placement.world_size, max(1, workers))  # while counts are tried
+            division = plain if self._workers is None else self.division
+            source = make_stream(source, self.batch_size, self.settings, division, self._shared_epoch, self._begin)
         shared = (self._generator, self._shared_epoch, self._skipped)
         return build_loader(source, self._sampler, self.settings, workers, *shared, copied=self.copied)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
-import types
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -20,18 +17,21 @@ from torch.utils.data import DataLoader
 from frameworm.data.adopt import RankBatches
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader, tensors_in
-from frameworm.data.samples.held import MOST_ITEMS, Held, Walk, process_generators
+from frameworm.data.samples.held import Held, process_generators
+from frameworm.data.samples.reader import copied
 from frameworm.data.samples.streams import is_stream
+from frameworm.data.stateful import PlacedLoader
 
 _ITEMS = 64  # indices, or batches of indices
+_SAMPLES = 32  # where items are samples, or batches of them; as many of them as can be had soon, but one at least
+_SOON_S = 0.1
 _SLOW_S = 0.5
-_SHARED_BYTES = 2**20
 _FINGERPRINT_BYTES = 2**20
 
 
 def users_parts(loader: Any, name: str) -> dict[str, Any]:
     """The parts of a loader that are the user's own, by name."""
-    if isinstance(loader, CudaDataLoader):
+    if isinstance(loader, (CudaDataLoader, PlacedLoader)):
         return users_parts(loader.loader, name)
     if isinstance(loader, RankBatches):
         return users_parts(loader.source, name)
@@ -41,8 +41,8 @@ def users_parts(loader: Any, name: str) -> dict[str, Any]:
     return {f"{name}.{part}": value for part, value in {"dataset": loader.dataset, **parts}.items()}
 
 
-def drawn_order(loader: Any) -> tuple[Any, int] | None:
-    """What decides the order of a loader's samples, and how many of its items to compare; None if nothing random does.
+def drawn_order(loader: Any) -> tuple[Any, bool] | None:
+    """What decides the order of a loader's samples, and whether it yields samples; None if nothing random decides.
 
     For a map-style data set that is a sampler, and comparing it reads no sample. Anything else has to be read itself.
     """
@@ -50,22 +50,22 @@ def drawn_order(loader: Any) -> tuple[Any, int] | None:
         loader = loader.source
     if isinstance(loader, OptimizedDataLoader):
         if loader.settings.sampler is not None:
-            return loader.settings.sampler, _ITEMS
-        return (loader.dataset, 1) if is_stream(loader.dataset) else None
+            return loader.settings.sampler, False
+        return (loader.dataset, True) if is_stream(loader.dataset) else None
     if isinstance(loader, DataLoader):
         if is_stream(loader.dataset):
-            return loader.dataset, 1
+            return loader.dataset, True
         batches = loader._index_sampler
         both = (batches, getattr(batches, "sampler", batches))
         # Torch's own samplers draw from a generator, and all at once: that need not be tried.
-        return None if all(type(item).__module__.startswith("torch.") for item in both) else (batches, _ITEMS)
-    return None if isinstance(loader, (list, tuple)) else (loader, 1)
+        return None if all(type(item).__module__.startswith("torch.") for item in both) else (batches, False)
+    return None if isinstance(loader, (list, tuple)) else (loader, True)
 
 
 def reads_data(loader: Any) -> bool:
     """Whether to read an item of `drawn_order` is to read samples."""
     found = drawn_order(loader)
-    return found is not None and found[1] == 1
+    return found is not None and found[1]
 
 
 def why_not_replayed(loader: Any) -> tuple[str, str] | None:
@@ -78,25 +78,27 @@ def why_not_replayed(loader: Any) -> tuple[str, str] | None:
     found = drawn_order(loader)
     if found is None:
         return None
-    source, count = found
-    shared = [getattr(loader, "dataset", None)] if count > 1 else []
+    source, samples = found
+    shared = [] if samples else [getattr(loader, "dataset", None)]
+    count = _SAMPLES if samples else _ITEMS
     around = Held({**process_generators(), "source": source})
     before = around.capture()
     try:
-        gone_on, resumed = (_copied(source, shared) for _ in range(2))
+        gone_on, resumed = (copied(source, shared) for _ in range(2))
         goes_on, begins = (Held({**process_generators(), "source": item}) for item in (gone_on, resumed))
         began = time.perf_counter()
         epoch = _opened(gone_on)
         first = list(islice(epoch, 1))
         drawn = torch.default_generator.get_state()
-        list(islice(epoch, count - 1))
-        draws_late = count > 1 and first and not torch.equal(drawn, torch.default_generator.get_state())
+        if not samples:
+            list(islice(epoch, count - 1))
+        draws_late = not samples and first and not torch.equal(drawn, torch.default_generator.get_state())
         state = goes_on.capture()
         if time.perf_counter() - began > _SLOW_S:
             return None
-        expected = list(islice(_opened(gone_on), count))
+        expected = _soon(_opened(gone_on), count)
         begins.restore(state)
-        again = list(islice(_opened(resumed), count))
+        again = list(islice(_opened(resumed), len(expected)))
     except Exception:  # code of the user's own; should it fail in training too, it is reported there
         return None
     finally:
@@ -128,20 +130,14 @@ def _opened(source: Any) -> Iterator[Any]:
     return iter(source if isinstance(source, Iterable) else source())
 
 
-def _copied(source: Any, shared: list[Any]) -> Any:
-    """A copy that shares large arrays and the items of long lists with its original."""
-    memo: dict[int, Any] = {id(item): item for item in shared}
-    for item in Walk({"source": source}).visited:
-        if id(item) in memo:
-            continue
-        if isinstance(item, (torch.Tensor, np.ndarray)) and item.nbytes > _SHARED_BYTES:
-            memo[id(item)] = item
-        elif isinstance(item, (list, dict, deque)) and len(item) > MOST_ITEMS:
-            memo[id(item)] = copy.copy(item)
-    if isinstance(source, types.FunctionType) and source.__closure__:
-        cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in source.__closure__)
-        return types.FunctionType(source.__code__, source.__globals__, source.__name__, source.__defaults__, cells)
-    return copy.deepcopy(source, memo)
+def _soon(items: Iterator[Any], count: int) -> list[Any]:
+    """As many items as come soon, at most so many."""
+    began, found = time.perf_counter(), []
+    for item in islice(items, count):
+        found.append(item)
+        if time.perf_counter() - began > _SOON_S:
+            break
+    return found
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -25,7 +25,9 @@ from frameworm.data.position import Reading, order_of, skipping
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.replay import fingerprint, reads_data, why_not_replayed
 from frameworm.data.samples.skipping import SkippedSample
+from frameworm.data.samples.streams import is_stream
 from frameworm.data.samples.worker_state import PersistentWorkers
+from frameworm.data.stateful import Place, PlacedLoader, Untouched, placed
 from frameworm.errors import DataError
 
 log = logging.getLogger("frameworm")
@@ -66,6 +68,12 @@ class StepSource:
     ) -> None:
         self.loader = loader
         self._inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
+        known = placed(self._inner)
+        if known is not None:
+            self.loader = CudaDataLoader(known, loader.device, loader.prepare) if self._inner is not loader else known
+        ours = isinstance(self._inner, OptimizedDataLoader) and is_stream(self._inner.dataset)
+        self.place = Place(self._inner if ours else known)
+        """Where the loader is in the running epoch, if it can say so."""
         self._accumulation = accumulation
         self._rank = rank
         self._world_size = world_size
@@ -188,7 +196,13 @@ class StepSource:
         if not start:
             self.reading = self._describe()
         self._first_step, self.steps_in_epoch = 0, self.steps_per_epoch
-        if start and samples is not None and self.reading.mixed:
+        changed = start > 0 and samples is not None and self.reading.mixed
+        if not start or changed:
+            self.place.restore(None)
+        if self.place.go_on():
+            return self._from_place()
+        if changed:
+            assert samples is not None
             return self._after_samples(start, samples)
         if self._planned is not None:
             return self._planned_steps(start)
@@ -213,6 +227,12 @@ class StepSource:
         for _ in range(start - 1):
             next(steps, None)
         return steps
+
+    def _from_place(self) -> Iterator[StepBatch]:
+        """The steps from a place on. Not before the first is asked for: by then all else of the run is in its place."""
+        with Untouched(), self.workers.starting():
+            steps = self._group(sized(self.loader), self._even)
+        yield from steps
 
     def _seek(self, steps: Iterator[StepBatch], passed: int, trained: int) -> Iterator[StepBatch]:
         """Read on until all trained samples have passed, where only the first step tells that steps have changed."""
@@ -301,6 +321,7 @@ class StepSource:
                 self._say_unknown(batch)
             if samples == 0:
                 return
+            self.place.batches += 1
             yield StepBatch([batch], [samples], samples * self._world_size)
 
     def _grouped_steps(self, batches: Iterator[SizedBatch], even: bool) -> Iterator[StepBatch]:
@@ -309,6 +330,7 @@ class StepSource:
             group, samples, total = self._agree(_take(batches, self._accumulation), even)
             if total == 0:
                 return
+            self.place.batches += len(group)
             if group:
                 last = group[-1]
             elif last is None:
@@ -357,6 +379,7 @@ def sized(loader: Any, skipped: int = 0) -> Iterator[SizedBatch]:
         skipped: Samples at the beginning of the epoch that the loader leaves out.
     """
     inner = loader.loader if isinstance(loader, CudaDataLoader) else loader
+    inner = inner.loader if isinstance(inner, PlacedLoader) else inner
     return _sized(iter(loader), _planned_sizes(inner, skipped))
 
 

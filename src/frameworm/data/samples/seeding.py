@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,34 @@ class RandomState:
             self._state = _read()
         finally:
             _write(self._outside)
+        self._unused = (self._state[0], self._state[1].state["state"], self._state[2])
+
+    def reseed(self, *entropy: int) -> None:
+        """Let the `with` block that runs now draw what follows from other numbers."""
+        seed_process(*entropy)
+
+    def saved(self) -> dict[str, object] | None:
+        """The state between two `with` blocks as plain data; None if nothing was drawn since it was made."""
+        python, bits, torch_cpu = self._state
+        numpy, first = bits.state["state"], self._unused[1]
+        drawn = numpy["pos"] != first["pos"] or not np.array_equal(numpy["key"], first["key"])
+        if not drawn and python == self._unused[0] and torch.equal(torch_cpu, self._unused[2]):
+            return None
+        version, words, gauss = python
+        return {
+            "python": [version, np.array(words, np.uint32).tobytes(), gauss],
+            "numpy": [numpy["key"].astype(np.uint32).tobytes(), int(numpy["pos"])],
+            "torch": torch_cpu.numpy().tobytes(),
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take the state that `saved` gave."""
+        version, words, gauss = saved["python"]
+        key, position = saved["numpy"]
+        bits = np.random.MT19937(0)
+        bits.state = {"bit_generator": "MT19937", "state": {"key": np.frombuffer(key, np.uint32), "pos": position}}
+        torch_cpu = torch.frombuffer(bytearray(saved["torch"]), dtype=torch.uint8)
+        self._state = ((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss), bits, torch_cpu)
 
     def __enter__(self) -> None:
         self._outside = _read()
@@ -52,7 +81,7 @@ def seeded(*entropy: int) -> Iterator[None]:
         yield
 
 
-_State = tuple[tuple[object, ...], np.random.BitGenerator, torch.Tensor]
+_State = tuple[tuple[Any, ...], Any, torch.Tensor]
 
 
 def _read() -> _State:

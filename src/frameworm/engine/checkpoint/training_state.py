@@ -11,6 +11,7 @@ from torch import nn
 
 from frameworm.data.samples.held import Held
 from frameworm.data.samples.worker_state import PersistentWorkers
+from frameworm.data.stateful import Place
 from frameworm.engine.checkpoint.load import SavedState, check_same_model
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.snapshot import MoreState, Snapshot, check_state, take_snapshot
@@ -37,6 +38,7 @@ class TrainingState:
     seed: int
     held: Held  # generators of the loaders and of whatever else draws from its own
     workers: PersistentWorkers
+    place: Place
     averages: AveragedWeights | None = None
     # Taken when an epoch's loader stood ready to be made: a loader that draws its order at random draws it again.
     epoch_random: dict[str, Any] | None = None
@@ -146,6 +148,7 @@ class TrainingState:
         return {
             "random": self._random_state(with_workers=self.epoch_random is None),
             "epoch_random": self.epoch_random,
+            "loader": None if self.epoch_random is None else self.place.capture(),
             "loss_sum": self.progress.loss_sum,
             "count_sum": self.progress.count_sum,
         }
@@ -260,6 +263,7 @@ class TrainingState:
                 self.strategy.beside.load_state_dict(own.get("loss") or {})
                 self.optimizer.load_state_dict(own["optimizer"])
             self.progress.loss_sum, self.progress.count_sum = own["loss_sum"], own["count_sum"]
+            self.place.restore(own.get("loader"))
             notes = self._restore_epoch(own["random"], own["epoch_random"])
             return [*notes, *self.strategy.load_rank_state(own.get("strategy"), world_size)]
         # The sums of the running epoch are only ever added up, so one rank may hold them all.
