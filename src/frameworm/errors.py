@@ -59,6 +59,20 @@ class RunFolderError(FramewormError, RuntimeError):
     """A run folder is missing, unreadable, or would be written over."""
 
 
+class StorageError(FramewormError, RuntimeError):
+    """Object storage refuses a request, or does not answer.
+
+    Attributes:
+        unreachable: No answer: the same request may succeed later.
+        missing: What was asked for does not exist.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False, missing: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
+        self.missing = missing
+
+
 class BaselineError(FramewormError, ValueError):
     """A baseline cannot be read, or is of other work than what is compared with it."""
 

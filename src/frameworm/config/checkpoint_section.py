@@ -1,4 +1,4 @@
-"""Sections about the figures of an epoch: which of them makes a checkpoint the best, and which ends a run early."""
+"""Sections about what is saved and where, and about the figures that make a checkpoint the best or end a run early."""
 
 from __future__ import annotations
 
@@ -80,6 +80,37 @@ class CheckpointConfig(Section):
     def prefers_higher(self) -> bool:
         """Whether the checkpoint with the highest figure is the best."""
         return prefers_higher(self.metric, self.better)
+
+
+class StorageConfig(Section):
+    """A copy of the run in object storage, uploaded beside training."""
+
+    url: Annotated[str | None, OffNone] = Field(
+        default=None,
+        description="Upload each run to URL/<name of the run folder>, such as s3://bucket/runs; train --out URL gives "
+        "the whole URL of one run instead.",
+    )
+    records_every_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds between uploads of records, at least; checkpoints are uploaded as soon as they are "
+        "written.",
+    )
+    wait_s: float = Field(
+        default=300.0, ge=0, description="Longest that the end of a run waits for what is not uploaded yet."
+    )
+    preempted_wait_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="The same after SIGTERM, from the signal on; workers of --distributed stay within --stop-grace.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_a_url(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"{show(value)} is not a URL such as s3://bucket/runs; a local folder is given with --out")
+        return value
 
 
 class EarlyStopConfig(Section):

@@ -9,10 +9,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from frameworm.engine.checkpoint import manifest as manifests
 from frameworm.engine.checkpoint.manifest import Manifest, assemble
@@ -20,7 +20,11 @@ from frameworm.errors import CheckpointError
 from frameworm.records.atomic import refuse_link, replacing, sync_folder
 from frameworm.records.reading import read_text
 
+if TYPE_CHECKING:  # the process that writes needs no config
+    from frameworm.config.checkpoint_section import CheckpointConfig
+
 _LATEST = "latest"
+_Item = TypeVar("_Item")
 # The same step may be saved again, after a resume: the old one goes when the new one is durable.
 _FOLDER_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -40,6 +44,11 @@ class Retention:
     keep_best: int = 0
     metric: str = "val_loss"
     highest: bool = False
+
+    @classmethod
+    def of(cls, settings: CheckpointConfig) -> Retention:
+        """As a config says."""
+        return cls(settings.keep, settings.keep_best, settings.metric, settings.prefers_higher)
 
 
 @dataclass(frozen=True)
@@ -128,12 +137,7 @@ def _free_name(folder: Path, step: int) -> Path:
 
 def prune(folder: Path, newest: Path, retention: Retention) -> None:
     """Remove what is not to stay, and what earlier runs left half written; the newest always stays."""
-    stored = stored_folders(folder)
-    step = next(number for number, _, path in stored if path == newest)
-    again = [path for number, _, path in stored if number == step and path != newest]
-    others = [path for _, _, path in stored if path not in again]
-    kept = {newest, *others[-retention.keep :], *_best(others, retention)}
-    for path in (*again, *(path for path in others if path not in kept)):
+    for path in superseded(stored_folders(folder), newest, retention, lambda path: figure_of(path, retention.metric)):
         # The manifest goes first: without it the data no longer count.
         with contextlib.suppress(OSError):
             (path / manifests.NAME).unlink(missing_ok=True)
@@ -146,24 +150,45 @@ def prune(folder: Path, newest: Path, retention: Retention) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _best(paths: Sequence[Path], retention: Retention) -> list[Path]:
+def superseded(
+    stored: Sequence[tuple[int, int, _Item]],
+    newest: _Item,
+    retention: Retention,
+    figure: Callable[[_Item], float | None],
+) -> list[_Item]:
+    """Of stored checkpoints (step, attempt and what they are known by, oldest first) those that are not to stay."""
+    step = next(number for number, _, item in stored if item == newest)
+    again = [item for number, _, item in stored if number == step and item != newest]
+    others = [item for _, _, item in stored if item not in again]
+    kept = {newest, *others[-retention.keep :], *_best(others, retention, figure)}
+    return [*again, *(item for item in others if item not in kept)]
+
+
+def _best(items: Sequence[_Item], retention: Retention, figure: Callable[[_Item], float | None]) -> list[_Item]:
     if not retention.keep_best:
         return []
-    figures = [(figure_of(path, retention.metric), path) for path in paths]
-    known = [(figure, path) for figure, path in figures if figure is not None]
-    known.sort(key=lambda item: item[0], reverse=retention.highest)
-    return [path for _, path in known[: retention.keep_best]]
+    known = [(found, item) for item in items if (found := figure(item)) is not None]
+    known.sort(key=lambda pair: pair[0], reverse=retention.highest)
+    return [item for _, item in known[: retention.keep_best]]
 
 
 def figure_of(path: Path, metric: str) -> float | None:
     """The figure of the epoch at whose end a checkpoint was taken; None for one from the middle of an epoch."""
     try:
-        progress = json.loads(read_text(path / manifests.NAME, manifests.MOST_BYTES))["content"]["shared"]["progress"]
+        return figure_in(read_text(path / manifests.NAME, manifests.MOST_BYTES), metric)
+    except (OSError, ValueError):
+        return None
+
+
+def figure_in(manifest: str, metric: str) -> float | None:
+    """The same, from the text of its manifest."""
+    try:
+        progress = json.loads(manifest)["content"]["shared"]["progress"]
         if progress["step_in_epoch"] or not progress["epochs"]:
             return None
         last = progress["epochs"][-1]
         value = last[metric] if metric in last else last["metrics"][metric]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 

@@ -14,27 +14,9 @@ from frameworm.engine.checkpoint.compressed_files import CompressedShard
 from frameworm.engine.checkpoint.file_writer import checksums_of
 from frameworm.engine.checkpoint.manifest import Manifest, ShardFile, TensorEntry
 from frameworm.errors import CheckpointError
-from frameworm.parallel.shards import StoredTensor
+from frameworm.parallel.shards import SAFETENSORS_TYPES, StoredTensor
 
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 
 
 def type_name(dtype: torch.dtype, name: str) -> str:
@@ -96,7 +78,7 @@ class ShardReader:
         """
         if name not in self._tensors:
             entry = self._manifest.tensors.get(name)
-            if entry is None or entry.dtype not in _TYPES:
+            if entry is None or entry.dtype not in SAFETENSORS_TYPES:
                 raise CheckpointError(f"{self._folder.name} holds no tensor {name} that can be read")
             self._tensors[name] = _FileTensor(self, name, entry)
         return self._tensors[name]
@@ -110,7 +92,7 @@ class ShardReader:
             if shard.frames is None:
                 self._open[file] = safe_open(path, framework="pt", device="cpu")
             else:
-                self._open[file] = CompressedShard(path, shard, _TYPES)
+                self._open[file] = CompressedShard(path, shard, SAFETENSORS_TYPES)
         found = self._open[file].get_slice(name)
         shape = [stored, *entry.shape[1:]] if entry.shape else []
         if found.get_shape() != shape or found.get_dtype() != entry.dtype:
@@ -126,7 +108,7 @@ class ShardReader:
 class _FileTensor(StoredTensor):
     def __init__(self, reader: ShardReader, name: str, entry: TensorEntry) -> None:
         self.shape = torch.Size(entry.shape)
-        self.dtype = _TYPES[entry.dtype]
+        self.dtype = SAFETENSORS_TYPES[entry.dtype]
         self._reader = reader
         self._name = name
         self._entry = entry

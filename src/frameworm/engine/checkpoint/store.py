@@ -416,7 +416,7 @@ def make_store(folder: Path, settings: CheckpointConfig, reports: RankReports, d
         zstd_functions()
     store = CheckpointStore(
         folder,
-        retention=Retention(settings.keep, settings.keep_best, settings.metric, settings.prefers_higher),
+        retention=Retention.of(settings),
         asynchronous=settings.mode == "async",
         reports=reports,
         device=device,

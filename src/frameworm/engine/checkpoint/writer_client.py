@@ -7,7 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,10 +21,30 @@ import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = {path!r}
-from frameworm.engine.checkpoint.writer_process import main
-main({memory}, {parent})
+from {module} import main
+main({arguments})
 """
+_WRITER = "frameworm.engine.checkpoint.writer_process"
 _END_S = 5.0
+
+
+def start_process(module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start `main` of a module in a process of its own, which takes orders from a pipe and answers on another.
+
+    Raises:
+        OSError: It cannot be started; also ValueError and TypeError.
+    """
+    program = _PROGRAM.format(
+        path=sys.path, module=module, arguments=", ".join(map(repr, arguments)), parent=os.getpid()
+    )
+    # Isolated and without site-packages' start-up files: it imports only what is in sys.path above, at once.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=pass_fds,
+        bufsize=0,
+    )
 
 
 class WriterGoneError(Exception):
@@ -95,16 +115,8 @@ class ProcessWriter:
             WriterGoneError: It cannot be started.
         """
         memory = self._memory.descriptor
-        program = _PROGRAM.format(path=sys.path, memory=memory, parent=os.getpid())
         try:
-            # Isolated and without site-packages' start-up files: it imports only what is in sys.path above, at once.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", program],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[memory],
-                bufsize=0,
-            )
+            self._process = start_process(_WRITER, memory, os.getpid(), pass_fds=[memory])
         except (OSError, ValueError, TypeError) as error:
             raise WriterGoneError(f"cannot be started: {error}") from None
 

@@ -35,10 +35,10 @@ def main(memory: int, parent: int) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints must not get in between the answers
     orders: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_listen, args=(orders, parent), daemon=True).start()
+    threading.Thread(target=listen, args=(orders, parent), daemon=True).start()
     share_writer = ShareWriter()
     while order := json.loads(orders.get()):  # an empty one is the last
-        _answer(answers, perform(order, memory, share_writer, lambda: _answer(answers, {"taken": 1})))
+        answer(answers, perform(order, memory, share_writer, lambda: answer(answers, {"taken": 1})))
     os._exit(0)  # the listening thread need not be waited for
 
 
@@ -67,7 +67,7 @@ def in_words(error: BaseException) -> str:
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 
-def _listen(orders: queue.Queue[bytes], parent: int) -> None:
+def listen(orders: queue.Queue[bytes], parent: int) -> None:
     """Take orders; end with the parent, even where another of its children still holds the pipe open."""
     unread = b""
     while True:
@@ -83,7 +83,7 @@ def _listen(orders: queue.Queue[bytes], parent: int) -> None:
             orders.put(line)
 
 
-def _answer(descriptor: int, content: dict[str, Any]) -> None:
+def answer(descriptor: int, content: dict[str, Any]) -> None:
     line = json.dumps(content).encode() + b"\n"
     while line:
         line = line[os.write(descriptor, line) :]

@@ -1,0 +1,327 @@
+"""A run folder, copied to object storage: checkpoints whole or not there, records as they grow. No torch here.
+
+Everything is seen from the files: what is in the folder and not in storage has to be uploaded. So an uploader can be
+killed at any moment, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from frameworm.engine.checkpoint import manifest as manifests
+from frameworm.engine.checkpoint.commit import Retention, figure_in, figure_of, stored_folders, superseded
+from frameworm.engine.checkpoint.manifest import Manifest
+from frameworm.errors import CheckpointError, RunFolderError, StorageError
+from frameworm.records.atomic import make_folder_in, refuse_link, write_atomic
+from frameworm.records.objects.place import Place, safe_name
+from frameworm.records.objects.runs import (
+    CHECKPOINTS,
+    MANIFEST,
+    OWNER,
+    SOURCE,
+    age_of,
+    holds_run,
+    parts_of_checkpoints,
+)
+from frameworm.records.reading import parse_json, read_bytes, read_json, read_text
+
+LATEST = f"{CHECKPOINTS}/latest"
+SUMMARY = ("summary.json", "summary.txt")  # the last to be uploaded: it says that all else is there
+_HELD = ".uploading"
+_MOST_AT_ONCE_BYTES = 64 * 2**20
+_MOST_MARK_BYTES = 2**16
+_FOLDERS = ("tensorboard",)
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which run lies at a URL, and which process may write there.
+
+    Attributes:
+        url: The place.
+        run: A random id of the run.
+        owner: A random id of the process that trains it now, or did last.
+        former: The owner before, from whom this one may take over; None: nobody has written there yet.
+    """
+
+    url: str
+    run: str
+    owner: str
+    former: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Note it in the run folder.
+
+        Raises:
+            RunFolderError: It cannot be written.
+        """
+        write_atomic(folder / SOURCE, json.dumps(vars(self)) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Ownership | None:
+        """What a run folder notes; None where it is copied nowhere."""
+        try:
+            fields = read_json(folder / SOURCE, _MOST_MARK_BYTES)
+            return cls(str(fields["url"]), str(fields["run"]), str(fields["owner"]), fields.get("former"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def read_mark(place: Place) -> tuple[str, str] | None:
+    """The run and the owner that a place is marked with; None where it is not.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    try:
+        found = parse_json(place.read(OWNER, _MOST_MARK_BYTES))
+        return str(found["run"]), str(found["owner"])
+    except StorageError as error:
+        if error.missing:
+            return None
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise StorageError(f"{place.url}/{OWNER} is damaged: remove it, and check what lies there") from None
+
+
+def claim(place: Place, ownership: Ownership) -> None:
+    """Mark a place as this run's and this process's.
+
+    Raises:
+        RunFolderError: It holds another run, or another process has gone on with this one.
+        StorageError: It cannot be read or written.
+    """
+    mark = read_mark(place)
+    if mark is None:
+        if ownership.former is None and holds_run(place.find()):
+            raise RunFolderError(_TAKEN.format(url=place.url))
+    elif mark[0] != ownership.run:
+        # A mark alone is of a training that never began.
+        if ownership.former is not None or holds_run(place.find()):
+            raise RunFolderError(_TAKEN.format(url=place.url))
+    elif mark[1] not in (ownership.owner, ownership.former):
+        raise RunFolderError(f"another process has gone on with the run at {place.url}; this one uploads nothing more")
+    if mark != (ownership.run, ownership.owner):
+        place.write(OWNER, json.dumps({"run": ownership.run, "owner": ownership.owner}).encode())
+
+
+_TAKEN = "{url} already holds a run; go on with it by --resume auto, or give another --out"
+
+
+class Uploader:
+    """Uploads one run folder.
+
+    Args:
+        folder: The run.
+        place: Where to.
+        ownership: What the place is, or is to be, marked with.
+        retention: Which checkpoints stay there.
+        uploaded: Told the name of each checkpoint that is now in storage.
+        progress: Called whenever something has arrived.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Place,
+        ownership: Ownership,
+        retention: Retention,
+        uploaded: Callable[[str], None] = lambda name: None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder = folder
+        self.place = place
+        self._ownership = ownership
+        self._retention = retention
+        self._uploaded = uploaded
+        self._progress = progress
+        self._checkpoints = folder / CHECKPOINTS
+        self._claimed = False
+        self._whole: set[str] | None = None  # of storage; None: not looked at yet
+        self._sent: set[str] = set()
+        self._damaged: set[str] = set()
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._figures: dict[str, float | None] = {}
+
+    def work(self, *, records: bool, without: Collection[str] = SUMMARY) -> None:
+        """Upload what is missing: all checkpoints, the newest first, and records if these are due.
+
+        Raises:
+            StorageError: Storage refuses or does not answer; what has arrived until then counts.
+            RunFolderError: The place is another's.
+        """
+        if not self._claimed:
+            claim(self.place, self._ownership)
+            self._claimed = True
+        if self._whole is None:
+            self._whole = self._look()
+        while (path := self._next()) is not None:
+            self._upload(path)
+        if records:
+            self._upload_records(without)
+
+    def left(self, without: Collection[str] = ()) -> list[str]:
+        """What is in the folder and not in storage."""
+        whole = self._whole or set()
+        waiting = [f"{CHECKPOINTS}/{path.name}" for path in self._missing(whole)]
+        return waiting + [name for name in self._changed() if name not in without]
+
+    def _look(self) -> set[str]:
+        """Look at what is in storage, and remove what earlier uploads left half done."""
+        parts = parts_of_checkpoints(list(self.place.find(CHECKPOINTS)))
+        whole = {name for name, files in parts.items() if MANIFEST in files}
+        for name in set(parts) - whole:
+            self._remove(name, parts[name])
+        for _, _, path in stored_folders(self._checkpoints):
+            if path.name in whole:
+                # A resumed run may have written a step again, because the one in storage was damaged.
+                text = self.place.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}", manifests.MOST_BYTES)
+                if text != read_bytes(path / MANIFEST, manifests.MOST_BYTES):
+                    whole.discard(path.name)
+        if self._checkpoints.is_dir():
+            shutil.rmtree(self._held, ignore_errors=True)
+        return whole
+
+    @property
+    def _held(self) -> Path:
+        return self.folder / _HELD
+
+    def _next(self) -> Path | None:
+        """The newest checkpoint that is not in storage and is to stay there."""
+        assert self._whole is not None
+        missing = self._missing(self._whole)
+        return missing[-1] if missing else None
+
+    def _missing(self, whole: set[str]) -> list[Path]:
+        here = {path.name: path for _, _, path in stored_folders(self._checkpoints) if path.name not in self._damaged}
+        missing = [path for name, path in here.items() if name not in whole]
+        if not missing:
+            return []
+        stored = [(*age_of(name), name) for name in sorted({*here, *whole}, key=age_of)]
+        past = superseded(stored, max(here, key=age_of), self._retention, self._figure)
+        return [path for path in missing if path.name not in past]
+
+    def _upload(self, path: Path) -> None:
+        """Upload a checkpoint: its files, the records up to it, its manifest, `latest`; then remove old ones."""
+        assert self._whole is not None
+        name = path.name
+        held = self._hold(path)
+        try:
+            text = read_text(held / MANIFEST, manifests.MOST_BYTES)
+            for file in Manifest.parse(text).files:
+                target = f"{CHECKPOINTS}/{name}/{file}"
+                if target not in self._sent:
+                    self.place.put(held / file, target, self._progress)
+                    self._sent.add(target)
+        except FileNotFoundError:
+            self._release(name)
+            if (path / MANIFEST).exists():
+                self._damaged.add(name)
+            return  # else pruned meanwhile; what is left of it in storage goes with the next one
+        except CheckpointError:
+            self._damaged.add(name)
+            return
+        self._upload_records(SUMMARY)
+        self._verify()
+        self.place.write(f"{CHECKPOINTS}/{name}/{MANIFEST}", text.encode())
+        self._whole.add(name)
+        self._figures[name] = figure_in(text, self._retention.metric)
+        self._release(name)
+        self._progress()
+        newest = max(self._whole & {item.name for _, _, item in stored_folders(self._checkpoints)} | {name}, key=age_of)
+        if newest == name:
+            self.place.write(LATEST, f"{name}\n".encode())
+        self._uploaded(name)
+        self._prune(newest)
+
+    def _hold(self, path: Path) -> Path:
+        """Links to the files of a checkpoint, so that pruning here does not take them from under an upload."""
+        held = self._held / path.name
+        try:
+            make_folder_in(self.folder, held)
+            for file in path.iterdir():
+                refuse_link(file)
+                with contextlib.suppress(FileExistsError):
+                    os.link(file, held / file.name)
+        except FileNotFoundError:
+            shutil.rmtree(held, ignore_errors=True)
+            return path
+        except OSError:  # a file system without links
+            return path
+        return held
+
+    def _release(self, name: str) -> None:
+        self._sent = {item for item in self._sent if not item.startswith(f"{CHECKPOINTS}/{name}/")}
+        shutil.rmtree(self._held / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._held.rmdir()
+
+    def _verify(self) -> None:
+        """Stop where another process has taken over."""
+        claim(self.place, replace(self._ownership, former=self._ownership.owner))
+
+    def _prune(self, newest: str) -> None:
+        """Remove what is not to stay, manifests first, and what torn uploads left."""
+        parts = parts_of_checkpoints(list(self.place.find(CHECKPOINTS)))
+        self._whole = {name for name, files in parts.items() if MANIFEST in files}
+        stored = [(*age_of(name), name) for name in sorted(self._whole, key=age_of)]
+        if newest not in self._whole:
+            raise StorageError(f"{self.place.url} does not list {newest}, which has been uploaded", unreachable=True)
+        for name in superseded(stored, newest, self._retention, self._figure):
+            self._remove(name, parts[name])
+            self._whole.discard(name)
+        for name in parts:
+            if MANIFEST not in parts[name] and age_of(name) <= age_of(newest):
+                self._remove(name, parts[name])
+
+    def _figure(self, name: str) -> float | None:
+        if name not in self._figures and (self._checkpoints / name / MANIFEST).is_file():
+            self._figures[name] = figure_of(self._checkpoints / name, self._retention.metric)
+        if name not in self._figures:
+            text = self.place.read(f"{CHECKPOINTS}/{name}/{MANIFEST}", manifests.MOST_BYTES)
+            self._figures[name] = figure_in(text.decode("utf-8", errors="replace"), self._retention.metric)
+        return self._figures[name]
+
+    def _remove(self, name: str, files: set[str]) -> None:
+        # The manifest goes first: without it the rest no longer counts.
+        for file in sorted(files, key=lambda file: file != MANIFEST):
+            self.place.remove(f"{CHECKPOINTS}/{name}/{file}")
+        self.place.remove_folder(f"{CHECKPOINTS}/{name}")
+
+    def _changed(self) -> dict[str, tuple[int, int]]:
+        """Records that storage does not have as they are now, with what tells it."""
+        found = {}
+        for folder in (self.folder, *(self.folder / name for name in _FOLDERS)):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            for path in sorted(folder.iterdir()):
+                name = path.relative_to(self.folder).as_posix()
+                if path.is_symlink() or not path.is_file() or not safe_name(name):
+                    continue
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    found[name] = (status.st_size, status.st_mtime_ns)
+        return {name: stamp for name, stamp in found.items() if self._stamps.get(name) != stamp}
+
+    def _upload_records(self, without: Collection[str]) -> None:
+        changed = self._changed()
+        for name in sorted(changed, key=lambda name: name in SUMMARY):
+            if name in without:
+                continue
+            path = self.folder / name
+            try:
+                if changed[name][0] <= _MOST_AT_ONCE_BYTES:
+                    with path.open("rb") as file:
+                        self.place.write(name, file.read(_MOST_AT_ONCE_BYTES))
+                else:
+                    self.place.put(path, name, self._progress)
+            except FileNotFoundError:
+                continue
+            self._stamps[name] = changed[name]
+            self._progress()
