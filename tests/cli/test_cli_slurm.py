@@ -117,7 +117,7 @@ def test_the_manifest_of_the_guide_starts_each_pods_workers(tmp_path: Path, pod:
 
 
 def test_options_in_the_guide_exist(here: CommandLine) -> None:
-    helps = {verb: here(verb, "--help").stdout for verb in ("slurm", "train", "network")}
+    helps = {verb: here(verb, "--help").stdout for verb in ("slurm", "train", "network", "ray", "kubernetes")}
     for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.replace("'", ""), comments=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
+from frameworm.cli.cluster import check_config, command_of, in_words, write
 from frameworm.cli.output import say
 from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
-    from frameworm.config.schema import Config
     from frameworm.launch.slurm import SlurmJob
     from frameworm.launch.slurm_queue import JobState
 
@@ -76,12 +76,12 @@ def slurm(
         venv=None if venv is None else str(venv.expanduser()),
         signal_before_s=signal_before,
         settings=tuple(settings),
-        command=_command_of(sys.argv[1:]),
+        command=command_of(sys.argv[1:]),
     )
-    _check_config(loaded, job)
+    check_config(loaded, job.config, job)
     script = batch_script(job)
     if out is not None:
-        _write(out, script)
+        write(out, script, mode=0o755)
     if submit:
         raise typer.Exit(_submit(job, script, out, as_json))
     if as_json:
@@ -89,57 +89,18 @@ def slurm(
     elif out is None:
         say(script, end="")
     else:
-        say(f"wrote {out}: {_words(job)}\nsubmit it with: sbatch {out}")
-
-
-def _command_of(arguments: list[str]) -> tuple[str, ...]:
-    """The command line to put into the script, without what does not change the script."""
-    kept: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--out":
-            next(remaining, None)
-        elif argument not in ("--submit", "--json") and not argument.startswith("--out="):
-            kept.append(argument)
-    return ("frameworm", *kept)
-
-
-def _check_config(config: Config, job: SlurmJob) -> None:
-    """What would fail on the cluster after hours in the queue fails here."""
-    from frameworm.config.resolve import resolve
-
-    if job.gpus_per_node and config.gpu.device == "cpu":
-        raise EnvironmentSetupError(
-            f"{job.config} has gpu.device: cpu, so the {job.gpus_per_node} GPUs of each node would stand idle; give "
-            "--gpus-per-node 0, or --set gpu.device=auto"
-        )
-    if not job.gpus_per_node:
-        config.gpu.device = "cpu"
-    resolve(config, world_size=job.world_size, device="cuda" if job.gpus_per_node else "cpu", bf16=True)
+        say(f"wrote {out}: {in_words(job)}\nsubmit it with: sbatch {out}")
 
 
 def _shape(job: SlurmJob) -> dict[str, object]:
     return {"nodes": job.nodes, "tasks_per_node": job.tasks_per_node, "world_size": job.world_size}
 
 
-def _words(job: SlurmJob) -> str:
-    ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)} on {job.nodes} node{'s' * (job.nodes > 1)}"
-    return f"{ranks}, {'a GPU each' if job.gpus_per_node else 'on the CPU'}"
-
-
-def _write(out: Path, script: str) -> None:
-    try:
-        out.write_text(script, encoding="utf-8")
-        out.chmod(0o755)
-    except OSError as error:
-        raise EnvironmentSetupError(f"cannot write {out}: {error.strerror}; make its folder or change --out") from None
-
-
 def _submit(job: SlurmJob, script: str, out: Path | None, as_json: bool) -> int:
     from frameworm.launch.slurm_queue import follow, submit
 
     job_id = submit(script)
-    _say(f"job {job_id}: submitted, {_words(job)}")
+    _say(f"job {job_id}: submitted, {in_words(job)}")
 
     def on_state(state: JobState) -> None:
         _say(f"job {job_id}: {state}")

@@ -199,6 +199,12 @@ def keep_compiled_in(folder: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
+def prepare_for_ray() -> None:
+    """Have Ray report nothing about its use, and start workers in the folder that they are given, unless told to."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_CHDIR_TO_TRIAL_DIR"):
+        os.environ.setdefault(name, "0")
+
+
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
     """How often torch's agent has restarted the workers of this job."""
     return integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT") or 0

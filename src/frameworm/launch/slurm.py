@@ -23,8 +23,25 @@ _TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){1,2})?")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
 
 
+class WorkersOnNodes:
+    """How many processes a job has that is asked for by nodes and GPUs."""
+
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def workers_per_node(self) -> int:
+        """Processes that train on each node."""
+        return max(1, self.gpus_per_node)
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train."""
+        return self.nodes * self.workers_per_node
+
+
 @dataclass(frozen=True)
-class SlurmJob:
+class SlurmJob(WorkersOnNodes):
     """What a batch script is to ask for and to run.
 
     Attributes:
@@ -58,16 +75,6 @@ class SlurmJob:
     signal_before_s: int = DEFAULT_SIGNAL_BEFORE_S
     settings: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-
-    @property
-    def workers_per_node(self) -> int:
-        """Processes that train on each node."""
-        return max(1, self.gpus_per_node)
-
-    @property
-    def world_size(self) -> int:
-        """Processes that train."""
-        return self.nodes * self.workers_per_node
 
     @property
     def tasks_per_node(self) -> int:

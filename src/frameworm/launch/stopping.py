@@ -74,13 +74,19 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: StopReason | None = None
         self.detail = ""
-        self._interrupts = 0
+        self.interrupts = 0
+        self._asked_at: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def ask(self, reason: StopReason, detail: str = "") -> None:
         """Ask for a stop; the first reason stays, with a sentence about it if there is one."""
         if self.reason is None:
-            self.reason, self.detail = reason, detail
+            self.reason, self.detail, self._asked_at = reason, detail, time.monotonic()
+
+    @property
+    def asked_s_ago(self) -> float:
+        """Seconds since the stop was asked for; zero where it was not, or by another rank."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def __enter__(self) -> StopRequest:
         """Install the handlers."""
@@ -100,8 +106,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
+            self.interrupts += 1
+            if self.interrupts > 1:
                 raise KeyboardInterrupt
         self.ask(_REASONS[signal.Signals(number)])
 
