@@ -16,7 +16,8 @@ from frameworm.config.schema import Config, GPTModelConfig
 from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
-from frameworm.models.workloads import Workload, build_workload, load_weights
+from frameworm.models.weight_files import load_weights
+from frameworm.models.workloads import Workload, build_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY: dict[str, Any] = {"d_model": 8, "n_heads": 2, "num_layers": 1, "max_seq_len": 16}

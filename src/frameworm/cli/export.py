@@ -19,21 +19,37 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    run: Path = typer.Argument(..., help="Run folder."),
-    out: Path = typer.Option(..., "--out", help="The file to write: .safetensors, or .pt2 with --compiled."),
+    run: str = typer.Argument(..., metavar="RUN", help="Run folder or URL."),
+    out: Path = typer.Option(
+        ..., "--out", help="What to write: a .safetensors file, a folder, or a .pt2 file with --compiled."
+    ),
+    form: str = typer.Option(
+        "auto",
+        "--format",
+        help="safetensors; pretrained: a folder with config and tokenizer, which the model's own save_pretrained "
+        "writes; dcp: a folder of torch.distributed.checkpoint. auto: pretrained for a folder and such a model, if "
+        "--set names its workload, else safetensors.",
+    ),
+    max_shard_size: str = typer.Option(
+        "5GB", help="Most bytes of one safetensors file; more are several and an index."
+    ),
     checkpoint: str = typer.Option("latest", help="Which one: latest, best, or the number of a step."),
     metric: str = typer.Option(
         "val_loss", help="What best means: val_loss, val_accuracy, train_loss, or a metric of the run such as val_f1."
     ),
     dtype: Optional[str] = typer.Option(  # noqa: UP045
-        None, help="Store floating-point weights as float32, bfloat16 or float16; unless given, as they were trained."
+        None, help="Store floating-point weights as fp32, bf16 or fp16; unless given, as they were trained."
     ),
     weights: str = typer.Option(
         "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
     ),
     compiled: bool = typer.Option(False, "--compiled", help="Compile the model ahead of time, for this device."),
     settings: list[str] = typer.Option(
-        [], "--set", metavar="KEY=VALUE", help="With --compiled: change a setting of the run's config."
+        [],
+        "--set",
+        metavar="KEY=VALUE",
+        help="With --compiled and pretrained: change a setting of the run's config. workload=MODULE:FUNCTION lets your "
+        "code build the model.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
@@ -41,14 +57,19 @@ def export(
 
     Example: frameworm export runs/quickstart-20260101-120000 --out model.safetensors
 
+    For others to load: frameworm export runs/mine --set workload=mine:build --out folder --dtype bf16
+
     Compiled: frameworm export runs/quickstart-20260101-120000 --compiled --out model.pt2
     """
     from frameworm.cli.output import log_to_screen
-    from frameworm.engine.export import TYPES, export_weights
+    from frameworm.engine.export import TYPES
+    from frameworm.engine.weight_formats import FORMATS
 
     log_to_screen(True)
     if dtype is not None and dtype not in TYPES:
         raise EnvironmentSetupError(f"--dtype takes {', '.join(TYPES)}, not {dtype}")
+    if form not in FORMATS:
+        raise EnvironmentSetupError(f"--format takes {', '.join(FORMATS)}, not {form}")
     if metric != "train_loss" and not metric.startswith("val_"):
         raise EnvironmentSetupError(f"--metric takes val_loss, val_accuracy, train_loss or val_NAME, not {metric}")
     if compiled:
@@ -58,7 +79,10 @@ def export(
 
         done = export_run_compiled(run, out, settings, which=checkpoint, metric=metric, weights=weights)
     else:
-        done = export_weights(run, out, which=checkpoint, metric=metric, dtype=dtype, weights=weights)
+        from frameworm.engine.run import export_run
+
+        chosen = {"which": checkpoint, "metric": metric, "dtype": dtype, "weights": weights}
+        done = export_run(run, out, settings, form=form, max_shard_size=max_shard_size, **chosen)
     if as_json:
         say(json.dumps(dataclasses.asdict(done)))
         return

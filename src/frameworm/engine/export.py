@@ -1,16 +1,15 @@
-"""What a run has learnt, for inference: its weights as one safetensors file, or a compiled model."""
+"""What a run has learnt, for inference: its weights in one of several forms, or a compiled model."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from frameworm.config.checkpoint_section import prefers_higher
@@ -26,17 +25,30 @@ from frameworm.engine.checkpoint.load import (
     load_newest,
 )
 from frameworm.engine.step.loss import LossFunction
+from frameworm.engine.upload.fetch import Choose, run_with_checkpoint
+from frameworm.engine.weight_formats import (
+    MAX_SHARD_SIZE,
+    Outgoing,
+    parse_size,
+    write_dcp,
+    write_pretrained,
+    write_safetensors,
+)
 from frameworm.errors import CheckpointError, ModelError, RunFolderError
 from frameworm.hardware.devices import choose_device
 from frameworm.models.workloads import Workload
 from frameworm.parallel.shards import StoredTensor, loaded
-from frameworm.records.atomic import replacing
+from frameworm.records.objects.place import is_url
+from frameworm.records.objects.runs import age_of, local_copy
 from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
 PICKLED = (".pt", ".pth", ".pkl", ".bin", ".ckpt")  # what torch.load would be tried on
 WEIGHTS = ("auto", "ema", "trained")
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TYPES = {
+    **{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
+    **{"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16},
+}
 
 
 @dataclass(frozen=True)
@@ -71,23 +83,47 @@ def choose_checkpoint(
         if newest is None:
             raise CheckpointError(f"{folder.path} has no checkpoint yet")
         return newest[0]
-    stored = list_checkpoints(folder.checkpoints)
-    if which == "best":
-        figures = [(figure, item) for item in stored if (figure := figure_of(item.path, metric)) is not None]
-        if not figures:
-            raise CheckpointError(
-                f"{folder.path} has no checkpoint from the end of an epoch with a {metric}: train with "
-                "checkpoint.keep_best=1, or export the latest"
-            )
-        figures.sort(key=lambda pair: pair[0], reverse=_prefers_higher(folder, metric) if highest is None else highest)
-        return figures[0][1]
-    if not which.isdecimal():
-        raise CheckpointError(f"--checkpoint takes latest, best or the number of a step, not {which}")
-    found = [item for item in stored if item.step == int(which)]
-    if not found:
-        steps = ", ".join(str(item.step) for item in stored) or "none"
-        raise CheckpointError(f"{folder.path} has no checkpoint of step {which}; there are: {steps}")
-    return found[-1]
+    stored = {item.path.name: item for item in list_checkpoints(folder.checkpoints)}
+    choose = _chooser(folder, str(folder.path), which, metric, highest)
+    return stored[choose(list(stored), lambda name: figure_of(stored[name].path, metric))]
+
+
+def _chooser(folder: RunFolder, shown: str, which: str, metric: str, highest: bool | None = None) -> Choose:
+    """Chooses among names of checkpoints as `choose_checkpoint` says; `shown` is what messages call the run."""
+
+    def choose(names: Sequence[str], figure: Callable[[str], float | None]) -> str:
+        if which == "best":
+            figures = [(found, name) for name in names if (found := figure(name)) is not None]
+            if not figures:
+                raise CheckpointError(
+                    f"{shown} has no checkpoint from the end of an epoch with a {metric}: train with "
+                    "checkpoint.keep_best=1, or export the latest"
+                )
+            reverse = _prefers_higher(folder, metric) if highest is None else highest
+            figures.sort(key=lambda pair: pair[0], reverse=reverse)
+            return figures[0][1]
+        if not which.isdecimal():
+            raise CheckpointError(f"--checkpoint takes latest, best or the number of a step, not {which}")
+        of_step = [name for name in names if age_of(name)[0] == int(which)]
+        if not of_step:
+            steps = ", ".join(str(age_of(name)[0]) for name in names) or "none"
+            raise CheckpointError(f"{shown} has no checkpoint of step {which}; there are: {steps}")
+        return of_step[-1]
+
+    return choose
+
+
+def open_for_export(run: str | Path, which: str, metric: str) -> RunFolder:
+    """A run with the checkpoint that is wanted; of a URL both are copied first.
+
+    Raises:
+        RunFolderError: There is no such run; also StorageError.
+        CheckpointError: It has no such checkpoint.
+    """
+    choose = None
+    if which != "latest" and is_url(run):
+        choose = _chooser(RunFolder(local_copy(str(run))), str(run), which, metric)
+    return RunFolder.open(run_with_checkpoint(run, log.warning, metric, choose))
 
 
 def chosen_weights(saved: SavedState, weights: str, where: str) -> tuple[dict[str, Any], bool]:
@@ -141,61 +177,77 @@ def export_weights(
     metric: str = "val_loss",
     dtype: str | None = None,
     weights: str = "auto",
+    form: str = "safetensors",
+    max_shard_size: str | int = MAX_SHARD_SIZE,
+    workload: Workload | None = None,
 ) -> Exported:
-    """Write the weights and buffers of a run as one safetensors file, by their names in the model.
+    """Write the weights and buffers of a run, by their names in the model.
 
     Args:
-        run: Run folder.
-        out: The file.
+        run: Run folder, or URL of a run in object storage.
+        out: The file, or a folder.
         which: As for `choose_checkpoint`.
         metric: As there.
         dtype: Of floating-point tensors; None: as they were trained.
         weights: As for `chosen_weights`.
+        form: `safetensors`, `pretrained` or `dcp`; see `weight_formats`.
+        max_shard_size: Of one safetensors file.
+        workload: With `pretrained`: the model that the run's config describes, which writes itself.
 
     Raises:
         CheckpointError: There is no such checkpoint.
         RunFolderError: There is no such run, or the file cannot be written.
     """
     target = _free(out)
+    shard_bytes = parse_size(max_shard_size)
     if target.suffix in PICKLED:
         raise RunFolderError(
             f"weights are written as safetensors, and a {target.suffix} file is taken for a pickle: give --out "
             f"{target.with_suffix('.safetensors')}"
         )
-    folder = RunFolder.open(run)
+    folder = open_for_export(run, which, metric)
     stored = choose_checkpoint(folder, which, metric)
     saved = stored.read()
     state, averaged = chosen_weights(saved, weights, str(stored.path))
-    trained = saved.shared["model"]
-    kind = None if dtype is None else TYPES[dtype]
-    tensors: dict[str, torch.Tensor] = {}
+    outgoing = _outgoing(state, saved.shared["model"], None if dtype is None else TYPES[dtype])
+    if form == "pretrained":
+        assert workload is not None
+        check_same_model(state, workload.model, str(stored.path))
+        tensors = outgoing.all()
+        workload.model.load_state_dict(tensors, assign=True)
+        # One tensor for each name that a weight has, so that the model sees what it shares.
+        tensors = {name: item for name, item in workload.model.state_dict().items() if name in tensors}
+        size = write_pretrained(
+            target, workload.model, tensors, workload.processing_class, max_shard_size, is_own_state=True
+        )
+    elif form == "dcp":
+        size = write_dcp(target, outgoing.all())
+    else:
+        about = {"format": "pt", "step": str(stored.step), "run": folder.run_name() or ""}
+        about["weights"] = "ema" if averaged else "trained"
+        size = write_safetensors(target, outgoing, about, shard_bytes)
+    return Exported(str(target), stored.step, len(outgoing.about), outgoing.numbers, size, averaged=averaged)
+
+
+def _outgoing(state: Mapping[str, Any], trained: Mapping[str, Any], kind: torch.dtype | None) -> Outgoing:
+    """The tensors of a checkpoint as they are to be written; each is read when it is."""
+    about: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, item in state.items():
         if isinstance(item, StoredTensor) and isinstance(trained[name], StoredTensor):
-            tensor = item.read()  # tied weights become a copy each: whoever loads them ties them again
-            wanted = trained[name].dtype if kind is None else kind  # half-precision weights have averages in float32
-            tensors[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
-    about = {"format": "pt", "step": str(stored.step), "run": folder.run_name() or ""}
-    about["weights"] = "ema" if averaged else "trained"
-    size = write_weights(target, tensors, about)
-    count = sum(item.numel() for item in tensors.values())
-    return Exported(str(target), stored.step, len(tensors), count, size, averaged=averaged)
+            own = trained[name].dtype  # half-precision weights have averages in float32
+            about[name] = item.shape, kind if kind is not None and own.is_floating_point else own
+    read: dict[int, torch.Tensor] = {}
+    places = [id(state[name]) for name in about]
 
+    def tensor(name: str) -> torch.Tensor:
+        item = state[name]
+        if places.count(id(item)) == 1:
+            return item.read().to(about[name][1])  # type: ignore[no-any-return]
+        if id(item) not in read:  # weights that are tied stay so in memory; a file holds a copy for each name
+            read[id(item)] = item.read().to(about[name][1])
+        return read[id(item)]
 
-def write_weights(target: Path, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> int:
-    """Write tensors as one safetensors file, whole or not at all; returns its size in bytes.
-
-    Raises:
-        RunFolderError: The file cannot be written.
-    """
-    # Tied weights are written as separate copies; loading them into the model ties them again.
-    content = save({name: item.detach().cpu().contiguous().clone() for name, item in tensors.items()}, about)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as file:
-            file.write(content)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
-    return len(content)
+    return Outgoing(about, tensor)
 
 
 def export_compiled(
@@ -212,7 +264,7 @@ def export_compiled(
     """Compile the trained model ahead of time (torch.export, AOTInductor) into a package that runs without its code.
 
     Args:
-        run: Run folder.
+        run: Run folder, or URL of a run in object storage.
         out: The package, which ends in .pt2.
         workload: The model that the run's config describes, and its loss.
         batch: A batch of its data: the shapes to compile for; sizes that can vary do.
@@ -228,7 +280,7 @@ def export_compiled(
     target = _free(out)
     if target.suffix != ".pt2":
         raise RunFolderError(f"a compiled model is a .pt2 package: give --out {target.with_suffix('.pt2')}")
-    stored = choose_checkpoint(RunFolder.open(run), which, metric)
+    stored = choose_checkpoint(open_for_export(run, which, metric), which, metric)
     state, averaged = chosen_weights(stored.read(), weights, str(stored.path))
     check_same_model(state, workload.model, str(stored.path))
     workload.model.load_state_dict(loaded(state))

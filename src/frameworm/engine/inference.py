@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from frameworm.config.schema import Config
@@ -24,6 +22,7 @@ from frameworm.data.places import unshuffled
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.held import Held
 from frameworm.data.samples.worker_state import PersistentWorkers
+from frameworm.data.stateful import Place
 from frameworm.data.steps import close_loader
 from frameworm.engine.checkpoint.commit import Retention, stored_folders
 from frameworm.engine.checkpoint.load import (
@@ -36,7 +35,7 @@ from frameworm.engine.checkpoint.load import (
 from frameworm.engine.checkpoint.progress import Progress
 from frameworm.engine.checkpoint.store import CheckpointStore
 from frameworm.engine.checkpoint.training_state import TrainingState
-from frameworm.engine.export import PICKLED, choose_checkpoint, write_weights
+from frameworm.engine.export import PICKLED, choose_checkpoint
 from frameworm.engine.job import adopt, device_of, join_group, set_backend
 from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision, backend_flags_kept
@@ -44,9 +43,20 @@ from frameworm.engine.optim.schedule import NoSchedule
 from frameworm.engine.step.evaluation import Evaluation, evaluate, predict
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics
-from frameworm.errors import CheckpointError, FramewormError, RunFolderError, StateError
+from frameworm.engine.weight_formats import (
+    FORMATS,
+    Outgoing,
+    file_order,
+    parse_size,
+    saves_itself,
+    write_dcp,
+    write_pretrained,
+    write_safetensors,
+)
+from frameworm.errors import CheckpointError, ConfigError, FramewormError, ModelError, RunFolderError, StateError
 from frameworm.launch.process_group import broadcast_object, shared_store
 from frameworm.launch.reports import RankReports
+from frameworm.models.weight_files import fitted, holds_weights, open_weights, storage_of
 from frameworm.parallel.beside import send_values
 from frameworm.parallel.replicated import DDPStrategy
 from frameworm.parallel.shards import is_part
@@ -117,6 +127,7 @@ class Inference:
                 config.seed,
                 Held({}),
                 PersistentWorkers(None),
+                Place(None),
             )
         )
 
@@ -191,14 +202,88 @@ class Inference:
         self._on_first_rank(lambda: None)
 
     def _save_weights(self, path: Path) -> None:
+        self._write(path, self._tensors(), 2**63)
+
+    def export(
+        self, path: Path, form: str, dtype: torch.dtype | None, processing_class: Any, max_shard_size: str | int
+    ) -> None:
+        """Write the model's weights for others, in one of the forms of `weight_formats`.
+
+        Raises:
+            RunFolderError: Something is there, or it cannot be written.
+            ModelError: The model cannot write itself.
+        """
+        shard_bytes = parse_size(max_shard_size)
+        if form not in FORMATS:
+            raise ConfigError(f"export takes the formats {', '.join(FORMATS)}, not {form}")
+        self._on_first_rank(lambda: _check_absent(path))
+        model = self._state.model
+        if form == "auto":
+            form = "pretrained" if saves_itself(model) and path.suffix != WEIGHTS else "safetensors"
+        if form == "pretrained" and not saves_itself(model):
+            raise ModelError(f"{type(model).__name__} has no method save_pretrained; use the format safetensors")
+        state = self._tensors()
+        kinds = {name: dtype if dtype and item.is_floating_point() else item.dtype for name, item in state.items()}
+        if form == "dcp":
+            written = {name: item.to(kinds[name]) for name, item in state.items()}
+            write_dcp(path, written)  # all ranks: each writes its part
+        elif form == "pretrained":
+            whole = {name: self._whole(item, kinds[name]) for name, item in state.items()}
+            is_own = not any(is_part(item) or kinds[name] != item.dtype for name, item in state.items())
+            tied = _tied(state, whole)
+            self._on_first_rank(
+                lambda: write_pretrained(path, model, tied, processing_class, max_shard_size, is_own_state=is_own)
+            )
+        else:
+            self._write(path, state, shard_bytes, kinds)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
         self._strategy.sync_buffers(self._state.model)
-        state = {
-            name: item.full_tensor() if is_part(item) else item  # all ranks take part
-            for name, item in self._state.model.state_dict().items()
-            if isinstance(item, torch.Tensor)
-        }
-        about = {"format": "pt", "step": str(self._state.progress.step)}
-        self._on_first_rank(lambda: write_weights(path, state, about))
+        state = self._state.model.state_dict()
+        return {name: item for name, item in state.items() if isinstance(item, torch.Tensor)}
+
+    def _whole(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole of a tensor, on the host of rank 0; where it is divided, all ranks take part."""
+        found = tensor.full_tensor() if is_part(tensor) else tensor
+        return found.detach().to("cpu", dtype) if self._strategy.rank == 0 else found[:0] if found.ndim else found
+
+    def _write(
+        self,
+        path: Path,
+        state: dict[str, torch.Tensor],
+        shard_bytes: int,
+        kinds: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Write safetensors; rank 0 holds one whole tensor at a time."""
+        kinds = kinds or {name: item.dtype for name, item in state.items()}
+        about = {name: (item.shape, kinds[name]) for name, item in state.items()}
+        divided = any(is_part(item) for item in state.values())
+        facts = {"format": "pt", "step": str(self._state.progress.step)}
+        # What is divided is put together in the order in which rank 0 writes it, and by all ranks.
+        outgoing = Outgoing(about, lambda name: self._whole(state[name], kinds[name]))
+        if not divided:
+            self._on_first_rank(lambda: write_safetensors(path, outgoing, facts, shard_bytes))
+            return
+        problem: FramewormError | None = None
+        left = file_order(outgoing, shard_bytes)
+        if self._strategy.rank == 0:
+            try:
+                write_safetensors(
+                    path, Outgoing(about, lambda name: self._next(left, state, kinds, name)), facts, shard_bytes
+                )
+            except FramewormError as error:
+                problem = error
+        for name in left:  # on rank 0, what an error has left
+            self._whole(state[name], kinds[name])
+        problem = broadcast_object(problem)
+        if problem is not None:
+            raise problem
+
+    def _next(
+        self, left: list[str], state: Mapping[str, torch.Tensor], kinds: Mapping[str, torch.dtype], name: str
+    ) -> torch.Tensor:
+        assert left.pop(0) == name, "ranks put the same tensor together"
+        return self._whole(state[name], kinds[name])
 
     def _on_first_rank(self, act: Callable[[], Any]) -> None:
         """Let rank 0 do something while the others wait; an error is raised on all of them."""
@@ -223,7 +308,7 @@ class Inference:
                 f"{path.name} is taken for a pickle, which may run code: load it into the model yourself, with "
                 "weights_only=True, or give what Trainer.save wrote"
             )
-        if path.suffix == WEIGHTS:
+        if holds_weights(path):
             self._load_weights(path)
             return None
         return self._load(*_find_checkpoint(path))
@@ -261,12 +346,23 @@ class Inference:
         return stored.step
 
     def _load_weights(self, path: Path) -> None:
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        own = self._state.model.state_dict()
+        found = fitted(open_weights(path), own, str(path), complete=True)
         check_same_model(found, self._state.model, str(path))
         self._strategy.load_model_state(self._state.model, found)
+
+
+def _tied(state: Mapping[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors, one for all the names of a weight that the model shares: libraries write it once."""
+    first: dict[tuple[object, ...], str] = {}
+    return {name: whole[first.setdefault(storage_of(item), name)] for name, item in state.items()}
+
+
+def _check_absent(path: Path) -> None:
+    if path.suffix in PICKLED:
+        raise RunFolderError(f"a {path.suffix} file is taken for a pickle: give a folder, or a name with {WEIGHTS}")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise RunFolderError(f"{path} exists; give a new folder, or remove it")
 
 
 def _check_free(path: Path) -> None:

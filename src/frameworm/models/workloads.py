@@ -13,14 +13,15 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from frameworm.config.checks import check_buildable
 from frameworm.config.schema import Config, GPTModelConfig, TextClassifierModelConfig
 from frameworm.data.corpora.text import Progress, load_language_modelling, load_text_classification
-from frameworm.errors import CheckpointError, ConfigError
+from frameworm.errors import ConfigError
 from frameworm.models.gpt import GPT
 from frameworm.models.text_classifier import TextClassifier
+from frameworm.models.weight_files import load_weights
 
 log = logging.getLogger("frameworm")
 VOCABULARY_MULTIPLE = 64  # rows of GPT's head: matrix units work in such steps
@@ -40,6 +41,7 @@ class Workload:
         loss_fn: As for `Trainer`; None where the model gives its loss or targets are integers.
         collate_fn: Makes a batch of samples; None: torch's own.
         metrics: As for `Trainer`.
+        processing_class: As for `Trainer`: the tokenizer or processor that an exported model goes with.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Workload:
     loss_fn: Callable[..., Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     metrics: Mapping[str, Any] | None = None
+    processing_class: Any = None
 
 
 class TokenisingNotice:
@@ -228,52 +231,3 @@ def _at_least(key: str, wanted: int | str, needed: int, what: str) -> int:
     if size < needed:
         raise ConfigError(f"model.{key}: {size} is less than the {needed} {what}; use auto or at least {needed}")
     return size
-
-
-def load_weights(model: nn.Module, path: str | Path, padded: Mapping[str, int] | None = None) -> None:
-    """Loads a safetensors file into a model; names and shapes must agree.
-
-    Args:
-        model: Gets the weights. Of weights it shares between modules one name in the file is enough.
-        path: `model.init_from`.
-        padded: Weights with more rows than are in use, and how many are: the file may hold as few as these, the other
-            rows stay as they are.
-
-    Raises:
-        ConfigError: There is no such file.
-        CheckpointError: It is no safetensors file, or of another model.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"model.init_from: {path} does not exist; name a safetensors file")
-    try:
-        weights = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"model.init_from: {path} is not a safetensors file ({error})") from error
-    own = model.state_dict()
-    unexpected = next((name for name in weights if name not in own), None)
-    if unexpected is not None:
-        raise CheckpointError(f"model.init_from: {path} holds {unexpected}, which this model does not have")
-    present = {_storage(own[name]) for name in weights}
-    missing = next((name for name in own if name not in weights and _storage(own[name]) not in present), None)
-    if missing is not None:
-        raise CheckpointError(f"model.init_from: {path} lacks {missing}, which this model has")
-    for name, rows in (padded or {}).items():
-        weight = weights.get(name)
-        if weight is not None and weight.ndim and rows <= len(weight) < len(own[name]):
-            weights[name] = torch.cat([weight, own[name][len(weight) :].to(weight.dtype)])
-    for name, weight in weights.items():
-        if weight.shape != own[name].shape:
-            raise CheckpointError(
-                f"model.init_from: {name} has the shape {list(weight.shape)} in {path} and {list(own[name].shape)} in "
-                "this model; check the sizes under model and the tokenizer"
-            )
-    model.load_state_dict(weights, strict=False)
-
-
-def _storage(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """The same for two names of one weight."""
-    return tensor.data_ptr(), tuple(tensor.shape)

@@ -1,0 +1,230 @@
+"""The forms in which weights leave a training: safetensors in one file or several, or folders of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frameworm.engine.checkpoint.shard_reader import type_name
+from frameworm.errors import CheckpointError, ConfigError, ModelError, RunFolderError
+from frameworm.records.atomic import replacing, write_atomic
+
+FORMATS = ("auto", "safetensors", "pretrained", "dcp")
+SAFETENSORS = ".safetensors"
+MAX_SHARD_SIZE = "5GB"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as 5GB or 500MB, in powers of ten as `save_pretrained` counts, or 2GiB.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ConfigError(f"max_shard_size is {text}; give a size such as 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * unit)
+
+
+class Outgoing:
+    """Tensors to be written, one at a time.
+
+    Args:
+        about: Shape and type in which each is written, by name.
+        read: Gives one by its name, in host memory and of that type; called once for each.
+    """
+
+    def __init__(
+        self, about: Mapping[str, tuple[torch.Size, torch.dtype]], read: Callable[[str], torch.Tensor]
+    ) -> None:
+        self.about = about
+        self.read = read
+
+    @property
+    def numbers(self) -> int:
+        """How many there are in all tensors."""
+        return sum(shape.numel() for shape, _ in self.about.values())
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a tensor."""
+        shape, dtype = self.about[name]
+        return shape.numel() * dtype.itemsize
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """All of them, in memory at once."""
+        return {name: self.read(name) for name in self.about}
+
+
+def write_safetensors(target: Path, tensors: Outgoing, about: Mapping[str, str], max_shard_bytes: int) -> int:
+    """Write tensors one after the other, so that no more than one of them is held; returns the bytes written.
+
+    Args:
+        target: A file that ends in .safetensors; a folder otherwise, in which it is called model.safetensors.
+        tensors: What to write.
+        about: Facts for the heads of the files.
+        max_shard_bytes: Where all would be more, there are several files, none of more than this unless a single tensor
+            is, and an index that says which tensor is in which.
+
+    Raises:
+        RunFolderError: They cannot be written.
+        CheckpointError: A tensor is of a type that such a file cannot hold.
+    """
+    first = target if target.suffix == SAFETENSORS else target / f"model{SAFETENSORS}"
+    shards = _shards(tensors, max_shard_bytes)
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        if len(shards) == 1:
+            return _write_file(first, tensors, shards[0], about)
+        places: dict[str, str] = {}
+        written = 0
+        for number, names in enumerate(shards, start=1):
+            path = first.with_name(f"{first.stem}-{number:05d}-of-{len(shards):05d}{SAFETENSORS}")
+            written += _write_file(path, tensors, names, about)
+            places |= dict.fromkeys(names, path.name)
+        index = {"metadata": {**about, "total_size": sum(map(tensors.size_of, tensors.about))}, "weight_map": places}
+        write_atomic(first.with_name(f"{first.name}.index.json"), json.dumps(index, indent=2) + "\n")
+        return written
+    except OSError as error:
+        raise RunFolderError(f"cannot write {first}: {error.strerror or error}") from None
+
+
+def file_order(tensors: Outgoing, max_shard_bytes: int) -> list[str]:
+    """The names of the tensors as `write_safetensors` asks for them."""
+    return [name for shard in _shards(tensors, max_shard_bytes) for name in shard]
+
+
+def _shards(tensors: Outgoing, max_shard_bytes: int) -> list[list[str]]:
+    """The names in each file, in its order: each tensor begins at a multiple of the size of its numbers."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in tensors.about:
+        added = tensors.size_of(name)
+        if shards[-1] and size + added > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += added
+    return [sorted(names, key=lambda name: -tensors.about[name][1].itemsize) for names in shards]
+
+
+def _write_file(path: Path, tensors: Outgoing, names: list[str], about: Mapping[str, str]) -> int:
+    """One file, whole or not at all: eight bytes with the length of the head, the head, the tensors in its order."""
+    head: dict[str, Any] = {"__metadata__": dict(about)}
+    end = 0
+    for name in names:
+        shape, dtype = tensors.about[name]
+        begin, end = end, end + tensors.size_of(name)
+        head[name] = {"dtype": type_name(dtype, name), "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors can be mapped into memory
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = tensors.read(name)
+            assert (tensor.shape, tensor.dtype) == tensors.about[name], name
+            if tensor.numel():
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return 8 + len(text) + end
+
+
+def saves_itself(model: object) -> bool:
+    """Whether a model knows how to write a folder from which its library loads it."""
+    return callable(getattr(model, "save_pretrained", None))
+
+
+def write_pretrained(
+    target: Path,
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    processing_class: Any,
+    max_shard_size: str | int,
+    *,
+    is_own_state: bool,
+) -> int:
+    """Let a model write itself and its config, and its tokenizer or processor beside it; returns the bytes written.
+
+    Args:
+        target: The folder.
+        model: It has a method `save_pretrained`.
+        state: The weights to write.
+        processing_class: Has such a method too; None: there is none.
+        max_shard_size: Of one file.
+        is_own_state: The model holds these very weights, in this type.
+
+    Raises:
+        ModelError: It does not write weights that are given to it, or cannot be written.
+    """
+    keywords: dict[str, Any] = {}
+    write: Callable[..., Any] = model.save_pretrained  # type: ignore[assignment]
+    parameters = inspect.signature(write).parameters
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    if "max_shard_size" in parameters:
+        keywords["max_shard_size"] = max_shard_size
+    if "state_dict" in parameters or takes_any:
+        keywords["state_dict"] = state
+    elif not is_own_state:
+        raise ModelError(
+            f"{type(model).__name__}.save_pretrained takes no state_dict, so it only writes the weights that the model "
+            "holds: not averaged ones, another dtype or parts on several ranks; use the format safetensors"
+        )
+    kinds = [item.dtype for item in state.values() if item.is_floating_point()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, about their own next versions
+            write(target, **keywords)
+            if processing_class is not None:
+                processing_class.save_pretrained(target)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
+    if kinds:
+        _say_type(target / "config.json", str(max(set(kinds), key=kinds.count)).removeprefix("torch."))
+    return _size_of(target)
+
+
+def _say_type(config: Path, dtype: str) -> None:
+    """Let a written config name the type of most weights, where it names one at all: loaders go by it."""
+    if not config.is_file():
+        return
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    named = [key for key in ("dtype", "torch_dtype") if isinstance(settings.get(key), str)]
+    if any(settings[key] != dtype for key in named):
+        write_atomic(config, json.dumps({**settings, **dict.fromkeys(named, dtype)}, indent=2) + "\n")
+
+
+def write_dcp(target: Path, state: dict[str, Any]) -> int:
+    """Write a folder that torch.distributed.checkpoint reads; all ranks call it, each writes what it holds.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        RunFolderError: It cannot be written.
+        CheckpointError: It cannot be written, for a reason of torch's.
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about being called without a process group
+            save(state, checkpoint_id=target, no_dist=not dist.is_initialized())
+    except OSError as error:
+        raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from None
+    return _size_of(target)
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
