@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from frameworm.errors import EnvironmentSetupError
-from frameworm.watch.alerts import Alert, Alerts
+from frameworm.watch.alerts import MOST_AT_ONCE, REST_S, Alert, Alerts
 from frameworm.watch.catalogue import Row
 
 ROW = Row("id", "run", "running", "gpt", 0.0, 0, 2.0, 100.0, "healthy")
@@ -28,13 +28,19 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.row = ROW
+        self.others: list[Row] = []
         self.codes: list[str] = []
+        self.severity = "warning"
 
     def rows(self) -> list[Row]:
-        return [self.row]
+        return [self.row, *self.others]
+
+    def find(self, run_id: str) -> None:
+        return None
 
     def record(self, run_id: str) -> tuple[str, Any]:
-        return self.row.status, SimpleNamespace(findings=[SimpleNamespace(code=code) for code in self.codes])
+        findings = [SimpleNamespace(code=code, severity=self.severity) for code in self.codes]
+        return self.row.status, SimpleNamespace(findings=findings, communication=SimpleNamespace(slowest_rank=3))
 
     def becomes(self, **changes: Any) -> None:
         self.row = replace(self.row, **changes)
@@ -76,24 +82,74 @@ def test_a_verdict_that_changes(runs: Runs, alerts: Alerts) -> None:
 
 
 def test_a_loss_that_is_no_number_is_told_once_until_it_is_over(runs: Runs, alerts: Alerts) -> None:
-    for loss, told in ((float("nan"), ["loss"]), (float("nan"), []), (1.0, []), (float("inf"), ["loss"])):
+    nan = float("nan")
+    for now, loss, told in ((0, nan, ["loss"]), (5, nan, []), (10, 1.0, []), (REST_S, float("inf"), ["loss"])):
         runs.becomes(loss=loss)
-        assert _kinds(alerts) == told
+        assert _kinds(alerts, now) == told
 
 
 def test_a_rank_that_holds_the_others_up(runs: Runs, alerts: Alerts) -> None:
-    runs.codes = ["straggler"]
-    assert [_kinds(alerts), _kinds(alerts)] == [["straggler"], []]
+    runs.codes, runs.severity = ["straggler"], "info"
+    assert _kinds(alerts) == []
+    runs.severity = "critical"
+    (alert,) = alerts.look(0.0)
+    assert (alert.kind, alert.text) == ("straggler", "run: rank 3 holds the others up")
+    assert _kinds(alerts) == []
+
+
+def test_what_comes_and_goes_is_told_every_ten_minutes_at_most(runs: Runs, alerts: Alerts) -> None:
+    told: list[tuple[int, str]] = []
+    for now in range(0, 1_300, 5):
+        flips = now % 10 == 0
+        runs.codes = ["straggler"] if flips else []
+        runs.becomes(verdict="input_bound" if flips else "healthy", loss=float("nan") if flips else 1.0)
+        told += [(now, kind) for kind in _kinds(alerts, now)]
+    assert [now for now, kind in told if kind == "loss"] == [0, 600, 1_200]
+    assert [now for now, kind in told if kind == "straggler"] == [0, 600, 1_200]
+    assert len([now for now, kind in told if kind == "verdict"]) == 3
+
+
+def test_a_change_that_came_too_soon_is_told_later_if_it_stays(runs: Runs, alerts: Alerts) -> None:
+    runs.becomes(verdict="input_bound")
+    assert _kinds(alerts, 0) == ["verdict"]
+    runs.becomes(verdict="straggler")
+    assert [_kinds(alerts, 5), _kinds(alerts, REST_S)] == [[], ["verdict"]]
+
+
+def test_a_first_verdict_is_no_change(runs: Runs, alerts: Alerts) -> None:
+    runs.others = [replace(ROW, id="new", name="new", verdict="inconclusive")]
+    assert _kinds(alerts) == []
+    runs.others = [replace(ROW, id="new", name="new", verdict="compute_bound")]
+    assert _kinds(alerts) == []
+    runs.others = [replace(ROW, id="new", name="new", verdict="inconclusive")]
+    assert _kinds(alerts) == []
+    runs.others = [replace(ROW, id="new", name="new", verdict="healthy")]
+    assert _kinds(alerts) == ["verdict"]
+
+
+def test_two_hundred_runs_that_end_at_once_are_ten_alerts(runs: Runs, alerts: Alerts) -> None:
+    runs.others = [replace(ROW, id=str(number), name=str(number)) for number in range(200)]
+    assert _kinds(alerts) == []
+    runs.others = [replace(row, status="unfinished") for row in runs.others]
+    told = alerts.look(0.0)
+    assert len(told) == MOST_AT_ONCE
+    assert told[-1] == Alert("more", None, "191 more alerts at the same time: 191 x ended")
+    assert _kinds(alerts) == []
+
+
+def test_a_run_that_came_and_failed_between_two_looks(runs: Runs, alerts: Alerts) -> None:
+    runs.others = [replace(ROW, id="new", name="new", status="failed")]
+    assert [_kinds(alerts), _kinds(alerts)] == [["ended"], []]
 
 
 def test_a_run_that_becomes_slow(runs: Runs, alerts: Alerts) -> None:
     steps, told = 0, []
-    for minute, rate in enumerate([100] * 8 + [40, 40, 100, 30]):
+    for minute, rate in enumerate([100] * 8 + [40, 40] + [100] * 9 + [30]):
         told.append(_kinds(alerts, 61.0 * minute))
         steps += rate
         runs.becomes(steps=steps)
-    told.append(_kinds(alerts, 61.0 * 12))
-    assert [minute for minute, kinds in enumerate(told) if kinds] == [9, 12]
+    told.append(_kinds(alerts, 61.0 * 20))
+    assert [minute for minute, kinds in enumerate(told) if kinds] == [9, 20]
     assert {kind for kinds in told for kind in kinds} == {"slow"}
 
 
@@ -139,12 +195,18 @@ def test_an_address_gets_it_by_post(runs: Runs, web: tuple[str, list[bytes]]) ->
     assert json.loads(bodies[0]) == {"kind": "disk", "run": None, "text": "full", "step": None}
 
 
-def test_one_that_does_not_get_through_costs_a_line(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
-    made = Alerts(runs, ["http://127.0.0.1:9/", "false"])  # type: ignore[arg-type]
+def test_a_target_that_cannot_be_reached_costs_a_line(
+    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Alerts(runs, ["http://127.0.0.1:9/", f"test -e {tmp_path / 'there'}"])  # type: ignore[arg-type]
     logging.getLogger("frameworm").propagate = True
     with caplog.at_level(logging.WARNING, logger="frameworm"):
+        for _ in range(3):
+            made.tell([Alert("disk", None, "full"), Alert("ended", "a", "failed")])
+        assert len([line for line in caplog.messages if "did not get through" in line]) == 2
+        (tmp_path / "there").touch()
         made.tell([Alert("disk", None, "full")])
-    assert len([line for line in caplog.messages if "did not get through" in line]) == 2
+        assert caplog.messages[-1] == "alerts get through again; 6 did not"
 
 
 @pytest.mark.parametrize("target", ["no-such-command-at-all", "", "'open"])

@@ -8,16 +8,22 @@ import time
 from pathlib import Path
 
 import pytest
-from made_runs import append_steps, set_times, summary, write_run
+from made_runs import append_steps, set_times, step, summary, write_run
 
+from frameworm.records.observations import Flops, ModelFlops
 from frameworm.records.store import RunFolder
-from frameworm.watch import catalogue
+from frameworm.records.writer import step_line
+from frameworm.watch import catalogue, judging
+from frameworm.watch import run as watched
 from frameworm.watch.catalogue import Catalogue, Row
 
 
 @pytest.fixture(autouse=True)
 def _always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "SCAN_S", 0.0)
+    monkeypatch.setattr(watched, "SHORTEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(judging, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(judging, "COST_SHARE", 1e9)
 
 
 def by_name(root: Path) -> dict[str, Row]:
@@ -56,6 +62,26 @@ def test_a_resumed_run_runs_again_though_it_has_a_summary(tmp_path: Path) -> Non
     assert found.rows()[0].status == "completed"
 
 
+def test_what_a_run_said_when_it_began_holds_while_it_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", finished=False, ranks=2)
+    found = Catalogue(tmp_path)
+    (row,) = found.rows()
+    assert found.record(row.id)[1].mfu is None  # type: ignore[index]
+    begun = summary(folder, "demo", "running", 0, 2, [])
+    model = ModelFlops(0.0, per_token=5e9)
+    begun.flops = Flops(1.0, precision="bf16", peak_per_s=2 * 989e12, model=model)
+    RunFolder(folder).write_begun(begun)
+    append_steps(folder, 301, 320)
+    Path(folder, "begun.json").touch()
+    record = found.record(row.id)[1]  # type: ignore[index]
+    assert record.device == "NVIDIA H200"
+    assert record.flops is not None
+    assert record.flops.per_step == pytest.approx(2 * 32 * 40 * 5e9, rel=0.1)
+    assert record.mfu == pytest.approx(record.flops.per_step / record.throughput.step_s.mean / 2 / 989e12, rel=0.05)
+    (folder / "begun.json").write_text("{")
+    assert found.record(row.id) is not None
+
+
 def test_a_copied_run_is_not_taken_for_one_that_goes_on(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "a")
     moment = time.time()
@@ -71,6 +97,21 @@ def test_a_run_that_was_resumed_and_killed(tmp_path: Path) -> None:
     moment = time.time() - 1200
     os.utime(folder / "summary.json", (moment, moment))
     assert Catalogue(tmp_path).rows()[0].status == "unfinished"
+
+
+def test_steps_that_take_longer_than_a_minute(tmp_path: Path) -> None:
+    for name, step_s in (("slow", 100.0), ("killed", 1.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        steps = [step(number) for number in range(1, 5)]
+        for item in steps:
+            item.step_s = step_s
+        (folder / "steps-rank0.jsonl").write_text("".join(step_line(item) + "\n" for item in steps))
+        set_times(folder, time.time() - 300)
+    assert {name: row.status for name, row in by_name(tmp_path).items()} == {"slow": "running", "killed": "unfinished"}
+    (tmp_path / "slow" / "system-rank0.jsonl").touch()
+    set_times(tmp_path / "slow", time.time() - 300)
+    assert by_name(tmp_path)["slow"].status == "unfinished", "a sampler would have written meanwhile"
 
 
 def test_clocks_of_the_disk_that_are_wrong(tmp_path: Path) -> None:

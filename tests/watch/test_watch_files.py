@@ -53,7 +53,7 @@ def test_a_file_that_is_not_the_same_is_read_anew(tmp_path: Path, change: str) -
 
 def test_a_file_that_comes_later(tmp_path: Path) -> None:
     follower = Follower(Inside(tmp_path), tmp_path / "lines")
-    assert follower.read(0) == ([], False, 0)
+    assert follower.read(0) == ([], False, 0, 1.0)
     (tmp_path / "lines").write_bytes(b"one\n")
     assert texts(follower) == [b"one"]
 
@@ -117,3 +117,27 @@ def test_the_end_of_a_log_begins_with_a_line(tmp_path: Path) -> None:
     assert Inside(tmp_path).tail(tmp_path / "log", 1000) == "first line\nsecond \ufffd line\nthird"
     with pytest.raises(OSError, match="larger than"):
         Inside(tmp_path).read_text(tmp_path / "log", 3)
+
+
+def test_a_backlog_is_read_as_a_sample_and_then_every_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number:08d}\n" for number in range(50_000)) + "half")
+    follower = Follower(Inside(tmp_path), path, backlog_bytes=45_000)
+    seen: list[int] = []
+    portion = follower.read(0)
+    while portion.behind:
+        seen += [int(line.text) for line in portion.lines]
+        assert all(int(line.text) * 9 == line.offset for line in portion.lines)
+        assert portion.weight == follower.thinning == pytest.approx(10, rel=0.01)
+        portion = follower.read(0)
+    seen += [int(line.text) for line in portion.lines]
+    assert seen == sorted(set(seen))
+    assert len(seen) == pytest.approx(5_000, rel=0.05)
+    assert follower.read(0).lines == []
+    with path.open("a") as file:
+        file.write("way\nnew\n")
+    portion = follower.read(0)
+    assert ([line.text for line in portion.lines], portion.weight, portion.anew) == ([b"halfway", b"new"], 1.0, False)
+    path.write_text("other\n")
+    portion = follower.read(0)
+    assert ([line.text for line in portion.lines], portion.anew, follower.thinning) == ([b"other"], True, 1.0)

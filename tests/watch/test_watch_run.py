@@ -223,3 +223,37 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     run = read_all(index(folder))
     assert run.series(None, None, 100)["x"] == []
     assert run.machine(100) == {}
+
+
+def test_of_a_long_run_a_sample_is_shown_and_what_follows_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path, "long", steps=6_000, ranks=2, finished=False, slow_rank=1)
+    exact = read_all(index(folder))
+    monkeypatch.setattr(watched, "STEPS_BACKLOG_BYTES", 300_000)
+    run = read_all(index(folder))
+    shown, whole = run.series(None, None, 100), exact.series(None, None, 100)
+    assert 0 < run.ranks[0].sums.aggregate.steps < 1_200
+    assert run.progress() == 1.0
+    assert sum(shown["count"]) == pytest.approx(6_000, rel=0.1)
+    for name in ("loss", "step_s", "phase:backward"):
+        means, others = (found["channels"][name]["mean"] for found in (shown, whole))
+        assert sum(means) / len(means) == pytest.approx(sum(others) / len(others), rel=0.1), name
+    # Nothing between two blocks of the sample is taken for a pause.
+    assert {event.kind for event in run.events} == {"epoch"}
+    # A part of it is read again step by step.
+    part = run.series(3_000, 3_050, 100)
+    assert (part["x"], set(part["count"])) == (list(range(3_000, 3_051)), {1})
+
+    record, full = Judge(run).record("running", None), Judge(exact).record("running", None)
+    assert [finding.code for finding in record.findings] == [finding.code for finding in full.findings]
+    assert any(note.startswith("sample: findings are by") for note in record.notes)
+    assert not any(note.startswith("sample: ") for note in full.notes)
+    assert record.throughput.samples_per_s == pytest.approx(full.throughput.samples_per_s, rel=0.02)
+
+    append_steps(folder, 6_001, 6_100, ranks=2)
+    read_all(run)
+    latest = run.ranks[0].latest
+    assert latest is not None
+    assert latest.step == 6_100
+    assert run.series(6_001, 6_100, 200)["x"] == list(range(6_001, 6_101))

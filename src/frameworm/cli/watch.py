@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Optional
 
 import typer
 
 from frameworm.cli.output import log_to_screen, say
-from frameworm.errors import MissingPackageError, RunFolderError
+from frameworm.errors import FramewormError, MissingPackageError, RunFolderError
 
 RUNS = Path("runs")
+REFRESH_S = 10.0  # between two looks at object storage
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(
-    path: Path = typer.Argument(RUNS, metavar="RUN|ROOT", help="A run folder, or a folder that holds run folders."),
+    given: str = typer.Argument(
+        str(RUNS), metavar="RUN|ROOT", help="A run folder, or a folder that holds run folders; or a URL of such."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; what is not this machine's own is unencrypted."),
     port: Optional[int] = typer.Option(  # noqa: UP045
         None, min=0, max=65535, help="Port; 7007 unless given, or a free one where that is taken.", show_default=False
@@ -43,6 +48,7 @@ def watch(
 
     Example: frameworm watch runs
     """
+    path = _followed(given)
     if not path.is_dir() and path != RUNS:
         what = "is not a folder" if path.exists() else "does not exist"
         raise RunFolderError(f"{path} {what}; give a run folder, or a folder with runs (`frameworm runs` lists them)")
@@ -69,10 +75,10 @@ def watch(
         log_to_screen(True)
         Alerts(server.catalogue, alert).start()
     if as_json:
-        facts = {"url": server.url, "host": host, "port": server.port, "token": server.token, "root": str(path)}
+        facts = {"url": server.url, "host": host, "port": server.port, "token": server.token, "root": given}
         say(json.dumps(facts), flush=True)
     else:
-        say(f"watching {path}: {server.url}", flush=True)
+        say(f"watching {given}: {server.url}", flush=True)
         say("Ctrl-C ends it", flush=True)
     if not is_loopback(host):
         say(
@@ -81,3 +87,28 @@ def watch(
             file=sys.stderr,
         )
     server.serve()
+
+
+def _followed(given: str) -> Path:
+    """What to watch; of a URL a copy of the records there, which is kept up to date from now on."""
+    from frameworm.records.objects.place import is_url
+    from frameworm.records.objects.runs import local_root
+
+    path = local_root(given)
+    if is_url(given):
+
+        def follow() -> None:
+            lost = False
+            while True:
+                time.sleep(REFRESH_S)
+                try:
+                    local_root(given)
+                except FramewormError as error:
+                    if not lost:
+                        say(f"frameworm: {error}; trying again", file=sys.stderr, flush=True)
+                    lost = True
+                else:
+                    lost = False
+
+        threading.Thread(target=follow, name="storage", daemon=True).start()
+    return path

@@ -1,7 +1,7 @@
-"""Tells a command or a web address what somebody should know about the runs below a folder.
+"""Reports what needs attention in the runs below a folder to a command or a web address.
 
-A run ended badly, its verdict changed, a rank holds the others up, it has become slow, its loss is no number, the disk
-is nearly full: each is told once, until it is over and comes again.
+A run ended badly, its verdict changed, a rank holds the others up, it has become slow, its loss is not a number, the
+disk is nearly full: each is reported once, until it is over and comes again, and not more often than every ten minutes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from frameworm.errors import EnvironmentSetupError
@@ -27,6 +28,7 @@ from frameworm.watch.catalogue import RUNNING, UNFINISHED, Catalogue, Row
 
 log = logging.getLogger("frameworm")
 
+INCONCLUSIVE = "inconclusive"
 LOOK_S = 5.0
 _WINDOW_S = 60.0
 _WINDOWS, _LEAST_WINDOWS = 30, 5
@@ -34,14 +36,16 @@ _SLOW = 0.7  # of the usual steps per second
 _BADLY = ("failed", UNFINISHED)
 _FULL = 0.95
 _COMMAND_S, _WEB_S = 30.0, 10.0
+REST_S = 600.0  # between two alerts of a kind about a run
+MOST_AT_ONCE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """What is told, as JSON: on the command's standard input, or as the body of a POST.
+    """What is sent, as JSON: on the command's standard input, or as the body of a POST.
 
     Attributes:
-        kind: ended, verdict, straggler, slow, loss or disk.
+        kind: ended, verdict, straggler, slow, loss, disk, or more: further alerts at the same moment.
         run: Name of the run; None: it is about the folder.
         text: In words.
         step: How far the run had got, where that is known.
@@ -61,7 +65,16 @@ class _Seen:
     verdict: str | None = None
     window: tuple[float, int] | None = None  # when it began, and at which step
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
-    told: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)  # what goes on and was told
+    told_at: dict[str, float] = field(default_factory=dict)
+    bad_step: int = -1  # the last step whose loss was seen to be no number
+
+    def may_tell(self, kind: str, now: float) -> bool:
+        """Whether this kind has rested long enough; if so, it is told now."""
+        if now - self.told_at.get(kind, -math.inf) < REST_S:
+            return False
+        self.told_at[kind] = now
+        return True
 
 
 class Alerts:
@@ -77,9 +90,10 @@ class Alerts:
 
     def __init__(self, catalogue: Catalogue, targets: list[str]) -> None:
         self._catalogue = catalogue
-        self._send = [_sender(target) for target in targets]
+        self._targets = [_Target(_sender(target)) for target in targets]
         self._runs: dict[str, _Seen] = {}
-        self._is_full = False
+        self._looked = False
+        self._folder = _Seen("")
 
     def start(self) -> None:
         """Look on from now, beside whatever else this process does."""
@@ -94,13 +108,10 @@ class Alerts:
             time.sleep(LOOK_S)
 
     def tell(self, alerts: list[Alert]) -> None:
-        """Send alerts; one that does not get through costs a line."""
+        """Send alerts; a target that cannot be reached costs one line until it can be again."""
         for alert in alerts:
-            for send in self._send:
-                try:
-                    send(json.dumps(asdict(alert)))
-                except (OSError, subprocess.SubprocessError, ValueError) as error:
-                    log.warning("an alert did not get through (%s): %s", printable(error), printable(alert.text))
+            for target in self._targets:
+                target.tell(alert)
 
     def look(self, now: float) -> list[Alert]:
         """What is new since the last look.
@@ -112,45 +123,68 @@ class Alerts:
         found = [alert for row in rows for alert in self._of_run(row, now)]
         known = {row.id for row in rows}
         self._runs = {key: value for key, value in self._runs.items() if key in known}
-        return [*found, *self._of_disk()]
+        found += self._of_disk(now)
+        if not self._looked:  # what was so before is no news
+            self._looked = True
+            return []
+        if len(found) <= MOST_AT_ONCE:
+            return found
+        more = Counter(alert.kind for alert in found[MOST_AT_ONCE - 1 :])
+        text = ", ".join(f"{count} x {kind}" for kind, count in more.items())
+        return [*found[: MOST_AT_ONCE - 1], Alert("more", None, f"{more.total()} more alerts at the same time: {text}")]
 
     def _of_run(self, row: Row, now: float) -> Iterator[Alert]:
         seen = self._runs.get(row.id)
         if seen is None:
-            self._runs[row.id] = _Seen(row.status, row.verdict)  # what was so before is no news
-            return
+            # A run that came and failed between two looks was running in between.
+            seen = self._runs[row.id] = _Seen(RUNNING if row.status == "failed" else row.status, row.verdict)
         if row.status != seen.status:
             if seen.status == RUNNING and row.status in _BADLY:
+                if not seen.may_tell("ended", now):
+                    return  # later, if it is still so
                 words = "has written nothing for a minute" if row.status == UNFINISHED else "failed"
                 yield Alert("ended", row.name, f"{row.name} {words}", row.steps)
             seen.status, seen.window = row.status, None
             seen.rates.clear()
-        if row.verdict is not None and row.verdict != seen.verdict:
-            if seen.verdict is not None:
+        if row.verdict not in (None, INCONCLUSIVE, seen.verdict):
+            if seen.verdict in (None, INCONCLUSIVE):  # a first verdict is no change
+                seen.verdict = row.verdict
+            elif seen.may_tell("verdict", now):
                 words = f"{_plain(seen.verdict)} before, now {_plain(row.verdict)}"
                 yield Alert("verdict", row.name, f"{row.name}: {words}", row.steps)
-            seen.verdict = row.verdict
+                seen.verdict = row.verdict
         if row.status != RUNNING:
             return
-        lost = row.loss is not None and not math.isfinite(row.loss)
-        yield from self._once(seen, "loss", row, f"the loss is {row.loss}" if lost else None)
-        yield from self._once(seen, "straggler", row, self._straggler(row))
+        yield from self._once(seen, "loss", row, self._bad_loss(seen, row), now)
+        if row.verdict is not None:  # only of runs that are judged anyway
+            yield from self._once(seen, "straggler", row, self._straggler(row), now)
         slow = self._slowness(seen, row, now)
         if slow is not None:
-            yield from self._once(seen, "slow", row, slow or None)
+            yield from self._once(seen, "slow", row, slow or None, now)
 
-    def _once(self, seen: _Seen, kind: str, row: Row, text: str | None) -> Iterator[Alert]:
+    def _once(self, seen: _Seen, kind: str, row: Row | None, text: str | None, now: float) -> Iterator[Alert]:
         if text is None:
             seen.told.discard(kind)
-        elif kind not in seen.told:
+        elif kind not in seen.told and seen.may_tell(kind, now):
             seen.told.add(kind)
-            yield Alert(kind, row.name, f"{row.name}: {text}", row.steps)
+            yield Alert(kind, None, text) if row is None else Alert(kind, row.name, f"{row.name}: {text}", row.steps)
+
+    def _bad_loss(self, seen: _Seen, row: Row) -> str | None:
+        """Words where the loss is no number now, or was for a step since the last look."""
+        if row.verdict is not None and (run := self._catalogue.find(row.id)) is not None:
+            with run.lock:
+                bad = [event for event in run.events if event.kind == "loss" and (event.step or 0) > seen.bad_step]
+            if bad:
+                seen.bad_step = bad[-1].step or 0
+                return f"{bad[-1].text} in step {bad[-1].step:,}"
+        return f"the loss is {row.loss}" if row.loss is not None and not math.isfinite(row.loss) else None
 
     def _straggler(self, row: Row) -> str | None:
         found = self._catalogue.record(row.id)
-        findings = [] if found is None else found[1].findings
-        held = next((item for item in findings if item.code == "straggler"), None)
-        return None if held is None else "one rank holds the others up"
+        if found is None or not any(item.code == "straggler" and item.severity != "info" for item in found[1].findings):
+            return None
+        slowest = found[1].communication.slowest_rank
+        return f"{'one rank' if slowest is None else f'rank {slowest}'} holds the others up"
 
     def _slowness(self, seen: _Seen, row: Row, now: float) -> str | None:
         """Words where the last minute was slow, none (an empty text) where it was not; None: no minute has ended."""
@@ -169,15 +203,36 @@ class Alerts:
             return ""
         return f"{rate:.3g} steps per second in the last minute, usually {usual:.3g}"
 
-    def _of_disk(self) -> Iterator[Alert]:
+    def _of_disk(self, now: float) -> Iterator[Alert]:
         try:
             usage = shutil.disk_usage(self._catalogue.root)
         except OSError:
             return
-        is_full = usage.used > _FULL * usage.total
-        if is_full and not self._is_full:
-            yield Alert("disk", None, f"the disk of the runs is {usage.used / usage.total:.1%} full")
-        self._is_full = is_full
+        # What is reserved for root is as good as used.
+        share = 1 - usage.free / max(1, usage.free + usage.used)
+        text = f"the disk of the runs is {share:.1%} full" if share > _FULL else None
+        yield from self._once(self._folder, "disk", None, text, now)
+
+
+class _Target:
+    """A command or an address, and whether the last alert got through."""
+
+    def __init__(self, send: Callable[[str], Any]) -> None:
+        self._send = send
+        self._lost = 0
+
+    def tell(self, alert: Alert) -> None:
+        """Send an alert, or say once that it cannot be done."""
+        try:
+            self._send(json.dumps(asdict(alert)))
+        except (OSError, subprocess.SubprocessError, ValueError, HTTPException) as error:
+            if not self._lost:
+                log.warning("an alert did not get through (%s): %s", printable(error), printable(alert.text))
+            self._lost += 1
+            return
+        if self._lost:
+            log.warning("alerts get through again; %d did not", self._lost)
+        self._lost = 0
 
 
 def _plain(code: str) -> str:

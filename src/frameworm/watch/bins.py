@@ -14,19 +14,18 @@ _DIGITS = 6
 class Bin:
     """Neighbouring points: where they lie, and of each channel how many values there are, their sum, least and most."""
 
-    __slots__ = ("channels", "count", "first", "last", "offset", "time")
+    __slots__ = ("channels", "count", "first", "last", "time")
 
-    def __init__(self, x: float, time: float, offset: int) -> None:
+    def __init__(self, x: float, time: float) -> None:
         self.first = self.last = x
         self.time = time  # of the last point
-        self.offset = offset  # in the file, of the first point
-        self.count = 0
+        self.count: float = 0
         self.channels: dict[str, list[float]] = {}
 
-    def add(self, x: float, time: float, values: Mapping[str, float]) -> None:
+    def add(self, x: float, time: float, values: Mapping[str, float], weight: float = 1) -> None:
         """Take one point in; values that are not finite are left out."""
         self.last, self.time = x, time
-        self.count += 1
+        self.count += weight
         channels = self.channels
         for name, value in values.items():
             if not -math.inf < value < math.inf:
@@ -34,10 +33,10 @@ class Bin:
             sums = channels.get(name)
             if sums is None:
                 if len(channels) < MOST_CHANNELS:
-                    channels[name] = [1, value, value, value]
+                    channels[name] = [weight, weight * value, value, value]
                 continue
-            sums[0] += 1
-            sums[1] += value
+            sums[0] += weight
+            sums[1] += weight * value
             if value < sums[2]:
                 sums[2] = value
             if value > sums[3]:
@@ -80,8 +79,15 @@ class Bins:
         """Where the last point lies."""
         return self._bins[-1].last if self._bins else None
 
-    def add(self, x: float, time: float, values: Mapping[str, float], offset: int = 0) -> None:
-        """Take one point in. The axis never goes back: a point that lies before the last is put beside it."""
+    def add(self, x: float, time: float, values: Mapping[str, float], weight: float = 1) -> None:
+        """Take one point in. The axis never goes back: a point that lies before the last is put beside it.
+
+        Args:
+            x: Where it lies.
+            time: Its moment.
+            values: One of each channel.
+            weight: How many points it stands for, where it is one of a sample.
+        """
         bins = self._bins
         if bins and x < bins[-1].last:
             x = bins[-1].last
@@ -91,8 +97,8 @@ class Bins:
                     left.join(right)
                 self._bins = bins = bins[::2]
                 self.stride *= 2
-            bins.append(Bin(x, time, offset))
-        bins[-1].add(x, time, values)
+            bins.append(Bin(x, time))
+        bins[-1].add(x, time, values, weight)
 
     def between(self, first: float | None, last: float | None) -> list[Bin]:
         """The bins that hold any point of a range."""
@@ -109,7 +115,7 @@ def joined(bins: Sequence[Bin], most: int) -> list[Bin]:
     found = []
     for start in range(0, len(bins), size):
         group = bins[start : start + size]
-        bin_ = Bin(group[0].first, group[0].time, group[0].offset)
+        bin_ = Bin(group[0].first, group[0].time)
         for item in group:
             bin_.join(item)
         found.append(bin_)
@@ -132,7 +138,7 @@ def table(bins: Sequence[Bin], bands: Container[str] = ()) -> dict[str, Any]:
     return {
         "x": [item.last for item in bins],
         "time": [round(item.time, 3) for item in bins],
-        "count": [item.count for item in bins],
+        "count": [round(item.count) for item in bins],
         "channels": channels,
     }
 

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ MOST_DEPTH = 4
 MOST_INDEXED = 16  # runs whose curves are kept in memory
 MOST_FOLLOWED = 8  # running ones that are indexed for the table alone
 LIVE_S = 60.0  # a run that has not written for so long has ended, however it did
+LIVE_STEPS = 5.0  # where its steps take long and nothing samples the machine: for so many of them
 SCAN_S = 2.0
 _SUMMARY_LAG_S = 2.0  # a sampler may write once more after the summary
 _TAIL_BYTES = 2**17
@@ -62,6 +64,8 @@ class _Signs:
     written: float  # when the newest file of steps or samples was written, by the clock of its disk
     began: float
     summary: tuple[int, int] | None  # time and size of the summary
+    begun: tuple[int, int] | None  # the same of what was known before
+    sampled: bool  # whether there are samples of the machine: they come every second, however long a step takes
 
 
 class _Brief(NamedTuple):
@@ -84,9 +88,11 @@ class _Known:
     written: float | None = None
     changed_at: float | None = None  # when that was last seen to change, by the clock of this process
     summary_key: tuple[int, int] | None = None
+    begun_key: tuple[int, int] | None = None
     summary: _Brief | None = None
     tail_key: float | None = None
     tail: tuple[int | None, float | None, float | None] = (None, None, None)  # last step, its loss, samples/s
+    step_s: float | None = None  # the longest of the steps at the end of the file
     model: str | None = None
 
 
@@ -102,7 +108,7 @@ class Catalogue:
         self.root = self.inside.root
         self._known: dict[str, _Known] = {}
         self._indexed: OrderedDict[str, tuple[WatchedRun, Judge]] = OrderedDict()
-        self._summaries: OrderedDict[str, tuple[tuple[int, int] | None, RunRecord | None]] = OrderedDict()
+        self._records: OrderedDict[Path, tuple[tuple[int, int], RunRecord | None]] = OrderedDict()
         self._lock = threading.RLock()
         self._scanned_at: float | None = None
         self._rows: list[Row] = []
@@ -136,13 +142,13 @@ class Catalogue:
             signs = None if known is None else _look(known.folder)
             if known is None or signs is None:
                 return None
-            status = self._status(run_id, known, signs)
+            status = self._status(known, signs)
             run, judge = self._index(run_id, known)
-            before = self._read_summary(run_id, known)
-        if before is not None and status not in (RUNNING, UNFINISHED):
-            return status, before
+            summary, begun = self._read_summary(known), self._read_begun(known)
+        if summary is not None and status not in (RUNNING, UNFINISHED):
+            return status, summary
         run.refresh()
-        return status, judge.record(status, before)
+        return status, judge.record(status, begun or summary)
 
     @property
     def is_run(self) -> bool:
@@ -164,18 +170,25 @@ class Catalogue:
         self._indexed.move_to_end(run_id)
         return found
 
-    def _read_summary(self, run_id: str, known: _Known) -> RunRecord | None:
-        """The summary of a run; those that were wanted last are kept."""
-        found = self._summaries.get(run_id)
-        if found is None or found[0] != known.summary_key:
+    def _read_summary(self, known: _Known) -> RunRecord | None:
+        return self._read(known.folder.summary_json, known.summary_key, known.folder.read_summary)
+
+    def _read_begun(self, known: _Known) -> RunRecord | None:
+        return self._read(known.folder.begun_json, known.begun_key, known.folder.read_begun)
+
+    def _read(self, path: Path, key: tuple[int, int] | None, read: Callable[[], RunRecord]) -> RunRecord | None:
+        """A record of a run; those that were wanted last are kept."""
+        if key is None or key[1] > _SUMMARY_BYTES:
+            return None
+        found = self._records.get(path)
+        if found is None or found[0] != key:
             record = None
-            if known.summary_key is not None and known.summary_key[1] <= _SUMMARY_BYTES:
-                with contextlib.suppress(RunFolderError):
-                    record = known.folder.read_summary()
-            found = self._summaries[run_id] = known.summary_key, record
-            while len(self._summaries) > MOST_INDEXED:
-                self._summaries.popitem(last=False)
-        self._summaries.move_to_end(run_id)
+            with contextlib.suppress(RunFolderError):
+                record = read()
+            found = self._records[path] = key, record
+            while len(self._records) > 2 * MOST_INDEXED:
+                self._records.popitem(last=False)
+        self._records.move_to_end(path)
         return found[1]
 
     def _scan(self) -> None:
@@ -187,7 +200,6 @@ class Catalogue:
             found[run_id] = self._known.get(run_id) or _Known(RunFolder(path, self.inside.read_text), shown)
         for run_id in self._known.keys() - found.keys():
             self._indexed.pop(run_id, None)
-            self._summaries.pop(run_id, None)
         self._known = found
 
     def _make_rows(self) -> list[Row]:
@@ -197,7 +209,7 @@ class Catalogue:
             signs = _look(known.folder)
             if signs is None:
                 continue  # deleted meanwhile
-            status = self._status(run_id, known, signs)
+            status = self._status(known, signs)
             if known.summary is not None and status not in (RUNNING, UNFINISHED):
                 rows.append(_row_of(run_id, known, known.summary, signs))
                 continue
@@ -206,25 +218,30 @@ class Catalogue:
                 run, judge = self._index(run_id, known)
                 run.refresh()
                 if run.first() is not None and not run.behind:
-                    record = judge.record(status, self._read_summary(run_id, known))
+                    record = judge.record(status, self._read_begun(known) or self._read_summary(known))
                     rows.append(_row_of(run_id, known, _brief(status, record), signs))
                     continue
             rows.append(self._row_of_tail(run_id, known, status, signs))
         return sorted(rows, key=lambda row: (row.started or 0.0, row.name), reverse=True)
 
-    def _status(self, run_id: str, known: _Known, signs: _Signs) -> str:
+    def _status(self, known: _Known, signs: _Signs) -> str:
         """What the summary says, unless the run went on after it; then whether it still does."""
+        known.begun_key = signs.begun
         if signs.summary != known.summary_key:
             known.summary_key = signs.summary
-            record = self._read_summary(run_id, known)
+            record = self._read_summary(known)
             known.summary = None if record is None else _brief(record.status, record)
         now = time.monotonic()
         if known.written is not None and signs.written != known.written:
             known.changed_at = now
         known.written = signs.written
-        is_changing = known.changed_at is not None and now - known.changed_at < LIVE_S
+        silent_s = LIVE_S
+        if not signs.sampled and signs.summary is None:  # nothing but steps tells that it lives
+            self._tail(known, signs)
+            silent_s = max(LIVE_S, LIVE_STEPS * (known.step_s or 0.0))
+        is_changing = known.changed_at is not None and now - known.changed_at < silent_s
         # The disk's clock may be wrong, so a change that was seen counts too; one in the future is recent.
-        is_live = is_changing or signs.written > time.time() - LIVE_S
+        is_live = is_changing or signs.written > time.time() - silent_s
         brief = known.summary
         if brief is None or signs.summary is None:
             return RUNNING if is_live else UNFINISHED
@@ -245,10 +262,10 @@ class Catalogue:
     def _tail(self, known: _Known, signs: _Signs) -> tuple[int | None, float | None, float | None]:
         if known.tail_key != signs.written:
             known.tail_key = signs.written
-            known.tail = self._read_tail(known.folder)
+            known.tail, known.step_s = self._read_tail(known.folder)
         return known.tail
 
-    def _read_tail(self, folder: RunFolder) -> tuple[int | None, float | None, float | None]:
+    def _read_tail(self, folder: RunFolder) -> tuple[tuple[int | None, float | None, float | None], float | None]:
         files = folder.step_files()
         steps = []
         if files:
@@ -256,9 +273,9 @@ class Catalogue:
                 text = self.inside.tail(files[min(files)], _TAIL_BYTES)
                 steps = [step for line in text.splitlines() if (step := parse_step(line.encode())) is not None]
         if not steps:
-            return None, None, None
+            return (None, None, None), None
         speed = summarise_steps(steps, world_size=len(files)).throughput.samples_per_s
-        return steps[-1].step, steps[-1].loss, speed
+        return (steps[-1].step, steps[-1].loss, speed), max(step.step_s for step in steps[-10:])
 
 
 def _row_of(run_id: str, known: _Known, brief: _Brief, signs: _Signs) -> Row:
@@ -311,7 +328,8 @@ def _run_folders(root: Path) -> list[Path]:
 
 def _look(folder: RunFolder) -> _Signs | None:
     written = began = 0.0
-    summary = None
+    summary = begun = None
+    sampled = False
     try:
         with os.scandir(folder.path) as entries:
             for entry in entries:
@@ -319,16 +337,20 @@ def _look(folder: RunFolder) -> _Signs | None:
                     if _GROWING_NAME.fullmatch(entry.name) or entry.name == "config.yaml":
                         status = entry.stat(follow_symlinks=False)
                         written = max(written, status.st_mtime)
+                        sampled |= entry.name.startswith("system")
                         if entry.name == "config.yaml":
                             began = status.st_mtime
                     elif entry.name == "summary.json":
                         status = entry.stat(follow_symlinks=False)
                         summary = status.st_mtime_ns, status.st_size
+                    elif entry.name == "begun.json":
+                        status = entry.stat(follow_symlinks=False)
+                        begun = status.st_mtime_ns, status.st_size
         if not began:
             began = _first_time(folder) or folder.path.stat().st_mtime
     except OSError:
         return None
-    return _Signs(written, began, summary)
+    return _Signs(written, began, summary, begun, sampled)
 
 
 def _first_time(folder: RunFolder) -> float | None:

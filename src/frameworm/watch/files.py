@@ -6,8 +6,11 @@ import contextlib
 import errno
 import os
 import stat
+from collections import deque
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+
+from frameworm.records.reading import blocks
 
 MOST_LINE_BYTES = 2**18
 _FINGERPRINT_BYTES = 64
@@ -91,11 +94,13 @@ class Portion(NamedTuple):
         lines: Whole lines; one that is still being written waits for the next portion.
         anew: The file was replaced or shortened: what was read before no longer holds.
         behind: Bytes of the file that are left to read.
+        weight: How many lines of the file each of these stands for: more than one in what is read as a sample.
     """
 
     lines: list[Line]
     anew: bool
     behind: int
+    weight: float = 1.0
 
 
 class Follower:
@@ -104,10 +109,19 @@ class Follower:
     Args:
         inside: Opens the file.
         path: It need not exist yet, and may vanish.
+        backlog_bytes: Of what a larger file holds when it is first read, blocks of lines that are spread over it evenly
+            are read, one with each portion. What is added from then on is read whole.
+
+    Attributes:
+        thinning: How many lines of that each one read stands for; 1 where all are read.
     """
 
-    def __init__(self, inside: Inside, path: Path) -> None:
+    def __init__(self, inside: Inside, path: Path, backlog_bytes: int | None = None) -> None:
         self.path = path
+        self.thinning = 1.0
+        self._backlog_bytes = backlog_bytes
+        self._blocks: deque[tuple[int, int]] = deque()
+        self._backlog_end = 0
         self.offset = 0
         self.size = 0  # of the file when it was last looked at
         self._inside = inside
@@ -132,8 +146,14 @@ class Follower:
         anew = self.offset > 0 and not self._goes_on(file, status)
         if anew:
             self._forget()
+        if self._identity is None and self._backlog_bytes is not None and status.st_size > self._backlog_bytes:
+            self._blocks.extend(blocks(status.st_size, self._backlog_bytes))
+            self.thinning = status.st_size / self._backlog_bytes
+            self._backlog_end = status.st_size
         self._identity = (status.st_dev, status.st_ino)
         self.size = status.st_size
+        if self._blocks:
+            return self._read_block(file, anew)
         file.seek(self.offset)
         data = file.read(most_bytes)
         end = data.rfind(b"\n") + 1
@@ -145,6 +165,35 @@ class Follower:
         self._fingerprint = (self._fingerprint + data[:end])[-_FINGERPRINT_BYTES:]
         self.offset += end
         return Portion(lines, anew, max(0, status.st_size - self.offset) if end else 0)
+
+    def _read_block(self, file: BinaryIO, anew: bool) -> Portion:
+        """The lines that begin in the next block of the sample; after the last one, the file is read from there on."""
+        begin, end = self._blocks.popleft()
+        file.seek(max(0, begin - 1))
+        self.offset = begin + max(0, len(file.readline(MOST_LINE_BYTES)) - 1) if begin else 0
+        file.seek(self.offset)
+        data = b""
+        if self.offset < end:
+            data = file.read(end - self.offset) + file.readline(MOST_LINE_BYTES)
+            data = data[: data.rfind(b"\n") + 1]
+        lines = self._split(data)
+        self.offset += len(data)
+        self._fingerprint = data[-_FINGERPRINT_BYTES:]
+        weight = self.thinning
+        if self._blocks:
+            return Portion(lines, anew, round(sum(end - begin for begin, end in self._blocks) * weight), weight)
+        self._skip_to_end(file)
+        return Portion(lines, anew, 0, weight)
+
+    def _skip_to_end(self, file: BinaryIO) -> None:
+        """Go to where the file ended when it was first read, or to the line that was being written there."""
+        start = max(self.offset, self._backlog_end - MOST_LINE_BYTES)
+        file.seek(start)
+        rest = file.read(max(0, self._backlog_end - start))
+        end = rest.rfind(b"\n") + 1
+        if end:
+            self.offset = start + end
+            self._fingerprint = rest[max(0, end - _FINGERPRINT_BYTES) : end]
 
     def _goes_on(self, file: BinaryIO, status: os.stat_result) -> bool:
         if status.st_size < self.offset or self._identity != (status.st_dev, status.st_ino):
@@ -166,3 +215,5 @@ class Follower:
     def _forget(self) -> None:
         self.offset = self.size = 0
         self._identity, self._fingerprint, self._skipping = None, b"", False
+        self._blocks.clear()
+        self.thinning = 1.0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
 
-from frameworm.attach.record import RankSums, Surroundings, record_of_sums
+from frameworm.attach.record import RankSums, Surroundings, facts_of, record_of_sums
 from frameworm.config.load import load_config_from_text, show_path
 from frameworm.config.schema import Config
-from frameworm.diagnose.rules.judge import apply_judgement, judge
+from frameworm.diagnose.rules.judge import apply_judgement, judge, sample_note
 from frameworm.errors import FramewormError, RunFolderError
 from frameworm.records.schema import Memory, Quality, RunRecord
 from frameworm.watch.run import WatchedRun
@@ -34,7 +33,7 @@ class Judge:
 
         Args:
             status: Its status.
-            before: The summary of an earlier part of a resumed run: what it says about the model still holds.
+            before: What was known when the run began or was resumed, or the summary of an earlier part of it.
         """
         run = self._run
         with run.lock:
@@ -57,7 +56,7 @@ class Judge:
             name=run.folder.run_name() or run.folder.path.name,
             status=status,
             world_size=max(1, len(sums)),
-            facts=_facts(before),
+            facts=facts_of(before),
             environment={} if before is None else before.environment,
             memory=_memory(run),
             system=None if first is None else first.figures.summary(),
@@ -76,7 +75,7 @@ class Judge:
                 record.precision = record.precision or ("fp32" if precision == "off" else precision)
         if before is not None:
             record.workload = before.workload or record.workload
-            record.started, record.flops, record.source = before.started, before.flops, before.source
+            record.started, record.source = before.started, before.source
         index = run.first()
         if index is not None and index.latest is not None:
             record.steps = max(record.steps, index.latest.step)
@@ -91,6 +90,9 @@ class Judge:
         if sums:
             steps = {rank: found.account for rank, found in run.ranks.items()}
             apply_judgement(record, judge(record, steps=steps, system=record.system, config=config))
+            share = min(found.sums.share for found in run.ranks.values())
+            if share < 1:
+                record.notes.append(sample_note(share, "curves and figures are by them too; zoom in to see each step"))
         return record
 
     def _read_config(self) -> Config | None:
@@ -101,18 +103,6 @@ class Judge:
             with contextlib.suppress(FramewormError):
                 self._config = load_config_from_text(folder.read_config(), show_path(folder.config), environ={})
         return self._config
-
-
-def _facts(before: RunRecord | None) -> dict[str, Any]:
-    if before is None:
-        return {}
-    return {
-        "device_name": before.device,
-        "strategy": before.strategy,
-        "precision": before.precision,
-        "parameters": before.parameters,
-        "gradient_bytes": before.communication.bytes_per_step,
-    }
 
 
 def _memory(run: WatchedRun) -> Memory:

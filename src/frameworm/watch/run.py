@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import threading
@@ -19,20 +20,27 @@ from frameworm.records.samples import parse_sample
 from frameworm.records.schema import StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.system_figures import SystemFigures
-from frameworm.records.writer import parse_step
+from frameworm.records.writer import StepSeeker, parse_step
 from frameworm.watch.bins import Bin, Bins, joined, table
-from frameworm.watch.files import MOST_LINE_BYTES, Follower, Inside
+from frameworm.watch.files import Follower, Inside
 
 PORTION_BYTES = 2**18  # of one file at a time
 REFRESH_S = 0.25  # of reading in one refresh, so that a long run, or one of many ranks, does not hold up the others
-SHORTEST_REFRESH_S = 0.3
+SHORTEST_REFRESH_S = 0.8
 SHORTEST_BUSY_S = 0.02  # while there is more to read
 DETAIL_STEPS = 40_000  # most that are read again to show a part of a long run step by step
+MOST_READ_AGAIN = 2 * DETAIL_STEPS  # the number of steps in a bin of a sample is an estimate
+# Of files that are longer when a run is first shown, a sample is read: as much as takes a few seconds.
+STEPS_BACKLOG_BYTES = 16 * 2**20
+SAMPLES_BACKLOG_BYTES = 4 * 2**20
+_SMALLEST_BACKLOG_BYTES = 2**14
+_COUNTED_BYTES = 2**16  # of steps that are added to a sample, one block in so many is summed up as well
 MOST_EVENTS = 200
 MOST_EPOCHS = 10_000
 MOST_RANKS = 1_024
 SYSTEM_RANKS = 8
 _RANK_BINS = 400
+_ALL_RANKS_BINS = 50_000  # of all ranks but the first together
 _SYSTEM_BINS = 1_000
 _PAUSE_S = 60.0
 _PAUSE_STEPS = 20.0
@@ -64,35 +72,50 @@ class Event:
 
 
 class RankIndex:
-    """The steps of one rank: their curves, their sums, and what happened on rank 0."""
+    """The steps of one rank: their curves, their sums, and what happened on rank 0.
 
-    def __init__(self, limit: int, events: deque[Event] | None) -> None:
+    Args:
+        limit: Most bins of its curves.
+        events: Where to put what happened; None: nowhere.
+        share: Of the steps that are summed up, where those are a sample.
+    """
+
+    def __init__(self, limit: int, events: deque[Event] | None, share: float = 1.0) -> None:
         self.bins = Bins(limit)
         self.sums = RankSums()
-        self.account = StepAccount()
+        self.sums.share = share
+        self.account = StepAccount(share=share)
         self.latest: StepRecord | None = None
         self.epoch_ends: dict[int, int] = {}  # the last step so far of each epoch
         self._events = events
         self._typical_s = 0.0
         self._bad_loss = False
 
-    def add(self, step: StepRecord, offset: int) -> None:
-        """Take one step in."""
+    def add(self, step: StepRecord, weight: float = 1.0, *, follows: bool = True, counts: bool = True) -> None:
+        """Take one step in.
+
+        Args:
+            step: The step.
+            weight: How many steps it stands for in the curves.
+            follows: False: steps before it were left out.
+            counts: Whether it belongs to those that are summed up.
+        """
         if not math.isfinite(step.step_s) or step.step_s < 0:
             return
         if not math.isfinite(step.time):
             step.time = 0.0 if self.latest is None else self.latest.time
         if self._events is not None:
-            self._notice(step, self._events)
-        self.bins.add(step.step, step.time, step_values(step), offset)
-        self.sums.add(step)
-        self.account.add(step)
+            self._notice(step, self._events, follows)
+        self.bins.add(step.step, step.time, step_values(step), weight)
+        if counts:
+            self.sums.add(step)
+            self.account.add(step)
         self.latest = step
         if step.epoch in self.epoch_ends or len(self.epoch_ends) < MOST_EPOCHS:
             self.epoch_ends[step.epoch] = step.step
         self._typical_s = step.step_s if not self._typical_s else 0.95 * self._typical_s + 0.05 * step.step_s
 
-    def _notice(self, step: StepRecord, events: deque[Event]) -> None:
+    def _notice(self, step: StepRecord, events: deque[Event], follows: bool) -> None:
         before = self.latest
         if step.skipped:
             events.append(Event(step.time, step.step, "skipped", "update left out: gradients were not finite"))
@@ -103,7 +126,10 @@ class RankIndex:
         if before is None:
             return
         if step.epoch > before.epoch:
-            events.append(Event(step.time, step.step, "epoch", f"epoch {step.epoch} began"))
+            text = f"epoch {step.epoch} began" if follows else f"epoch {step.epoch} began, in this step or before it"
+            events.append(Event(step.time, step.step, "epoch", text))
+        if not follows:
+            return
         gap_s = step.time - before.time - step.step_s
         if gap_s > max(_PAUSE_S, _PAUSE_STEPS * self._typical_s):
             events.append(Event(step.time, step.step, "pause", f"no step for {gap_s:,.0f} s: the run stood still"))
@@ -204,9 +230,10 @@ class WatchedRun:
             stride = index.bins.stride
             factor = self._samples_factor(index)
             rank = min(rank for rank, item in self.ranks.items() if item is index)
-            path, offset = self._step_files[rank].path, bins[0].offset if bins else 0
-        if stride > 1 and 0 < len(bins) < most and len(bins) * stride <= DETAIL_STEPS:
-            bins = self._detail(path, offset, first, last, len(bins) * stride) or bins
+            follower = self._step_files[rank]
+        steps = sum(item.count for item in bins)
+        if (stride > 1 or follower.thinning > 1) and 0 < len(bins) < most and steps <= DETAIL_STEPS:
+            bins = self._detail(follower.path, first, last) or bins
         return {**table(joined(bins, most), _BANDS), "samples_factor": factor}
 
     def heat(self, channel: str, columns: int) -> dict[str, Any]:
@@ -241,33 +268,44 @@ class WatchedRun:
             return {str(rank): table(joined(index.bins.between(None, None), most)) for rank, index in chosen}
 
     def _find_files(self) -> None:
-        for rank, path in self.folder.step_files().items():
+        files = self.folder.step_files()
+        backlog = max(STEPS_BACKLOG_BYTES // max(len(files), 1), _SMALLEST_BACKLOG_BYTES)
+        for rank, path in files.items():
             if rank not in self._step_files and len(self._step_files) < MOST_RANKS:
-                self._step_files[rank] = Follower(self._inside, path)
+                self._step_files[rank] = Follower(self._inside, path, backlog)
                 self._left[rank] = self._step_files[rank].size
+        backlog = max(SAMPLES_BACKLOG_BYTES // max(len(files), 1), _SMALLEST_BACKLOG_BYTES)
         with contextlib.suppress(OSError):
             for path in self.folder.path.iterdir():
                 match = _SYSTEM_NAME.fullmatch(path.name)
                 if match and len(self._system_files) < MOST_RANKS:
-                    self._system_files.setdefault(int(match[1]), Follower(self._inside, path))
+                    self._system_files.setdefault(int(match[1]), Follower(self._inside, path, backlog))
 
     def _read_steps(self, rank: int) -> bool:
         """Read a portion of a rank's steps; True: there are more."""
-        portion = self._step_files[rank].read(PORTION_BYTES)
+        file = self._step_files[rank]
+        portion = file.read(PORTION_BYTES)
         leads = rank == min(self._step_files)
         if portion.anew:
             self.ranks.pop(rank, None)
             if leads:
                 self.events.clear()
         if portion.lines and rank not in self.ranks:
-            self.ranks[rank] = RankIndex(2_000 if leads else _RANK_BINS, self.events if leads else None)
+            limit, events = (2_000, self.events) if leads else (self._rank_bins(), None)
+            self.ranks[rank] = RankIndex(limit, events, 1 / file.thinning)
+        is_sample, follows = portion.weight > 1, portion.weight == 1
         for line in portion.lines:
             step = parse_step(line.text)
             if step is not None:
-                self.ranks[rank].add(step, line.offset)
+                counts = is_sample or line.offset // _COUNTED_BYTES % round(file.thinning) == 0
+                self.ranks[rank].add(step, portion.weight, follows=follows, counts=counts)
+                follows = True
         self._left[rank] = portion.behind
         self.version += bool(portion.lines or portion.anew)
         return portion.behind > 0
+
+    def _rank_bins(self) -> int:
+        return min(_RANK_BINS, max(2, _ALL_RANKS_BINS // len(self._step_files)))
 
     def _read_samples(self, rank: int) -> bool:
         """Read a portion of what a rank's sampler saw; True: there is more."""
@@ -289,19 +327,15 @@ class WatchedRun:
         every = sum(index.sums.aggregate.measured_samples for index in self.ranks.values())
         return every / own if own else float(len(self.ranks))
 
-    def _detail(self, path: Path, offset: int, first: float | None, last: float | None, steps: int) -> list[Bin]:
+    def _detail(self, path: Path, first: float | None, last: float | None) -> list[Bin]:
         """The steps of a range, read from the file again."""
         bins = Bins(4_000)
         try:
             with self._inside.open(path) as file:
-                file.seek(offset)
-                for _ in range(steps):
-                    line = file.readline(MOST_LINE_BYTES)
-                    step = parse_step(line)
-                    if not line or (step is not None and last is not None and step.step > last):
+                steps = StepSeeker(file).onwards(0 if first is None else math.ceil(first))
+                for step in itertools.islice(steps, MOST_READ_AGAIN):
+                    if last is not None and step.step > last:
                         break
-                    if step is None or (first is not None and step.step < first):
-                        continue
                     if math.isfinite(step.step_s) and math.isfinite(step.time):
                         bins.add(step.step, step.time, step_values(step))
         except OSError:

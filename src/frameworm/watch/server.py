@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.resources
-import json
 import math
+import os
 import secrets
 import socket
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import uvicorn
 from anyio.to_thread import run_sync
@@ -27,14 +26,13 @@ from frameworm.watch.catalogue import RUNNING, Catalogue
 from frameworm.watch.exposition import CONTENT_TYPE, exposition
 from frameworm.watch.run import WatchedRun
 from frameworm.watch.security import SHORTEST_TOKEN, Guard, host_names
+from frameworm.watch.sharing import Answers, Feeds
 
 DEFAULT_PORT = 7007
+NICENESS = 10
 MOST_STREAMS = 64
 MOST_BINS = 2_000
 MOST_COLUMNS = 400
-TICK_S = 1.0
-BUSY_TICK_S = 0.05  # while a long run is being read in
-KEEP_ALIVE_S = 15.0
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -43,7 +41,8 @@ class Service:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self._streams = 0
+        self.feeds = Feeds(self._look)
+        self._answers: WeakKeyDictionary[WatchedRun, Answers] = WeakKeyDictionary()
         self._files = _static_files()
 
     async def page(self, request: Request) -> Response:
@@ -67,18 +66,18 @@ class Service:
         """Curves over the steps: `first`, `last` and `bins` choose the part and how fine it is."""
         first, last = (_number(request, name) for name in ("first", "last"))
         most = _whole(request, "bins", 600, MOST_BINS)
-        return await self._of_run(request, lambda run: run.series(first, last, most))
+        return await self._of_run(request, ("series", first, last, most), lambda run: run.series(first, last, most))
 
     async def system(self, request: Request) -> Response:
         """Curves of the machine."""
         most = _whole(request, "bins", 400, MOST_BINS)
-        return await self._of_run(request, lambda run: run.machine(most))
+        return await self._of_run(request, ("system", most), lambda run: run.machine(most))
 
     async def ranks(self, request: Request) -> Response:
         """Ranks beside each other."""
         channel = request.query_params.get("channel", "work_s")
         columns = _whole(request, "columns", 120, MOST_COLUMNS)
-        return await self._of_run(request, lambda run: run.heat(channel, columns))
+        return await self._of_run(request, ("ranks", channel, columns), lambda run: run.heat(channel, columns))
 
     async def log(self, request: Request) -> Response:
         """The end of a log, by its name."""
@@ -99,38 +98,16 @@ class Service:
 
     async def stream(self, request: Request) -> Response:
         """Changes as they come: of the table, or of the run that `run` names."""
-        if self._streams >= MOST_STREAMS:
+        if self.feeds.followers >= MOST_STREAMS:
             return PlainTextResponse("503: too many pages are open\n", 503)
-        events = self.events(request.query_params.get("run"))
+        events = self.feeds.follow(request.query_params.get("run"))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def events(self, run_id: str | None) -> AsyncIterator[str]:
-        """Server-sent events: `runs` with all rows, or `run` with one run's head, each time something changed."""
-        self._streams += 1
-        told = ""
-        told_at = time.monotonic()
-        try:
-            yield "retry: 2000\n\n"
-            while True:
-                tick_s = TICK_S
-                if run_id is None:
-                    kind, data = "runs", await run_sync(self._rows)
-                else:
-                    head = await run_sync(self._head, run_id)
-                    kind, data = "run", {"id": run_id, "status": "gone"} if head is None else head
-                    if data.get("progress", 1.0) < 1.0:
-                        tick_s = BUSY_TICK_S
-                text = json.dumps(data, sort_keys=True)
-                now = time.monotonic()
-                if text != told and (tick_s == TICK_S or not told or now - told_at >= TICK_S):
-                    yield f"event: {kind}\ndata: {text}\n\n"
-                    told, told_at = text, now
-                elif now - told_at >= KEEP_ALIVE_S:
-                    yield ": still here\n\n"
-                    told_at = now
-                await asyncio.sleep(tick_s)
-        finally:
-            self._streams -= 1
+    def _look(self, run_id: str | None) -> tuple[str, dict[str, Any]]:
+        """What a stream tells: `runs` with all rows, or `run` with one run's head."""
+        if run_id is None:
+            return "runs", self._rows()
+        return "run", self._head(run_id) or {"id": run_id, "status": "gone"}
 
     def _rows(self) -> dict[str, Any]:
         rows = self.catalogue.rows()
@@ -145,13 +122,18 @@ class Service:
         self.catalogue.rows()
         return view.head_of(self.catalogue, run_id)
 
-    async def _of_run(self, request: Request, make: Any) -> Response:
-        def answer() -> Any:
-            run: WatchedRun | None = self.catalogue.find(request.path_params["run"])
-            return None if run is None else make(run)
+    async def _of_run(self, request: Request, question: tuple[Any, ...], make: Callable[[WatchedRun], Any]) -> Response:
+        run_id = request.path_params["run"]
+
+        def answer() -> bytes | None:
+            run = self.catalogue.find(run_id)
+            if run is None:
+                return None
+            answers = self._answers.setdefault(run, Answers())
+            return answers.get(question, lambda: run.version, lambda: make(run))
 
         found = await run_sync(answer)
-        return _unknown() if found is None else JSONResponse(found)
+        return _unknown() if found is None else Response(found, media_type="application/json")
 
 
 def make_app(catalogue: Catalogue, token: str, host: str, port: int) -> Guard:
@@ -223,7 +205,8 @@ class WatchServer:
         return uvicorn.Server(config)
 
     def serve(self) -> None:
-        """Answer until interrupted."""
+        """Answer until interrupted, at a low priority: a training on the same cores comes first."""
+        os.nice(NICENESS)
         with contextlib.suppress(KeyboardInterrupt):
             self.server().run(sockets=[self.socket])
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,13 @@ def _validation(record: RunRecord, run: WatchedRun) -> list[dict[str, Any]]:
     ]
 
 
-def _flops(record: RunRecord) -> dict[str, float] | None:
-    """What turns step times into MFU, where both are known."""
+def _flops(record: RunRecord) -> dict[str, Any] | None:
+    """What turns steps into MFU: the device's peak, and FLOPs by what a step holds or else of the mean step."""
     flops = record.flops
     if flops is None or not flops.per_step or not flops.peak_per_s:
         return None
-    return {"per_step": flops.per_step, "peak_per_s": flops.peak_per_s}
+    model = None if flops.model is None else asdict(flops.model)
+    return {"per_step": flops.per_step, "peak_per_s": flops.peak_per_s, "model": model}
 
 
 def checkpoints(folder: Path) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ const TIMES = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 90
 const WHOLE = Array.from({length: 16}, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const POWERS = Array.from({length: 60}, (_, power) => 2 ** power);  // round numbers of bytes
 
-// Outliers must not flatten the rest: the axis ends above what 98 of 100 points reach, and the note says what lies beyond.
+// Outliers, like the validation at the end of each epoch, must not flatten the rest: the axis ends above what 9 of 10
+// points reach, and the note says what lies beyond.
 function cutAt(values) {
   const sorted = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
   if (sorted.length < 20) return null;
-  const high = sorted[Math.floor(sorted.length * 0.98)];
+  const high = sorted[Math.floor(sorted.length * 0.9)];
   const most = sorted[sorted.length - 1];
-  return high > 0 && most > 3 * high ? {limit: high * 1.5, most} : null;
+  return high > 0 && most > 3 * high ? {limit: high * 1.6, most} : null;
 }
 
 export class Chart {
@@ -70,9 +71,8 @@ export class Chart {
         continue;
       }
       const place = series.length;
-      series.push({label: curve.label, stroke: curve.colour, width: curve.dots ? 0 : 1.6, dash: curve.dash,
-        points: curve.dots ? {show: true, size: 8, fill: curve.colour} : {show: data[0].length < 3},
-        paths: curve.dots ? () => null : undefined, spanGaps: !curve.dots});
+      series.push({label: curve.label, stroke: curve.colour, width: curve.dots ? 1 : 1.6, dash: curve.dash,
+        points: curve.dots ? {show: true, size: 7, fill: curve.colour} : {show: data[0].length < 3}, spanGaps: true});
       if (curve.low) {
         const edge = {label: "", stroke: "transparent", width: 0, points: {show: false}};
         series.push(edge, {...edge});

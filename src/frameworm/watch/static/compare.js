@@ -20,7 +20,7 @@ export class ComparePage {
       wait: new Chart({title: "Share of the step spent waiting for data", format: percent, tick: share, fromZero: true, ...x}),
       exposed: new Chart({title: "Share of the step in exposed communication", format: percent, tick: share, fromZero: true, ...x}),
     };
-    this.table = el("div", {class: "wide spaced"});
+    this.table = el("div", {class: "wide spaced"}, el("p", {class: "soft"}, "Reading the runs."));
     parent.replaceChildren(el("h1", {}, `${ids.length} runs compared`), el("div", {class: "tools"}, this.axis), this.table,
       el("div", {class: "charts"}, ...Object.values(this.charts).map((chart) => chart.node)));
     document.title = "compare · frameworm watch";

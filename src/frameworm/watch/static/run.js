@@ -43,7 +43,7 @@ export class RunPage {
       disk: new Chart({title: "Disk", format: rate, binary: true, fromZero: true, ...xTime}),
     };
     this.heat = new HeatMap((channel) => { this.channel = channel; this.loadCurves(); });
-    this.head = el("div");
+    this.head = el("div", {}, el("p", {class: "soft"}, "Reading the run."));
     this.verdict = el("section", {id: "verdict"});
     this.unzoom = el("button", {type: "button", hidden: true, onclick: () => this.setZoom(null, null)}, "Show all steps");
     this.range = el("span", {class: "soft"});
@@ -80,7 +80,8 @@ export class RunPage {
     this.latest = head;
     document.title = `${head.name} · frameworm watch`;
     // What has not changed is left alone: a reader may have scrolled it, or marked some of its text.
-    this.changed("head", [head.name, head.status, head.about, head.progress, head.figures], () => this.drawHead(head));
+    this.changed("head", [head.name, head.status, head.about, head.progress, head.figures, head.steps > 0],
+      () => this.drawHead(head));
     this.changed("verdict", [head.status, head.verdict, head.findings, head.notes], () => this.drawVerdict(head));
     this.drawLists(head);
     if (this.version !== head.version || head.progress < 1) this.schedule();
@@ -139,7 +140,11 @@ export class RunPage {
       `Reading the steps: ${Math.floor(head.progress * 100)}%. The curves are not complete yet.`), el("div", {class: "progress"}, bar)) : null;
     this.head.replaceChildren(
       el("div", {class: "title"}, el("h1", {}, head.name), badge(head.status)),
-      el("p", {class: "soft"}, head.about.join(" · ")), reading ?? "",
+      el("p", {class: "soft"}, head.about.join(" · ")),
+      head.status === "unfinished" ? el("p", {class: "warning-text"}, `There is no summary, and nothing has been written${
+        head.time ? ` since ${moment(head.time)}` : ""}: the run was killed, its machine is gone, or it hangs.`) : "",
+      head.status === "running" && !head.steps ? el("p", {class: "soft"}, "Waiting for the first step.") : "",
+      reading ?? "",
       el("dl", {class: "figures"}, ...head.figures.map((item) => el("div", {}, el("dt", {}, item.label), el("dd", {}, item.value)))));
   }
 
@@ -196,8 +201,9 @@ export class RunPage {
     this.charts.speed.update(x, speeds.slice(0, 1), speeds.length > 1
       ? `Tokens now: ${number(speeds[1].mean.findLast((value) => value !== null))}/s.` : "");
     const flops = this.latest?.flops;
+    const work = (index) => flopsOf(flops, mean("samples")?.[index], mean("tokens")?.[index], series.samples_factor);
     this.charts.mfu.update(x, flops && train ? [{label: "MFU", colour: blue,
-      mean: train.map((time) => (time > 0 ? flops.per_step / time / flops.peak_per_s : null))}] : []);
+      mean: train.map((time, index) => (time > 0 ? work(index) / time / flops.peak_per_s : null))}] : []);
     this.charts.rates.update(x, mean("lr") ? [{label: "lr", colour: blue, mean: mean("lr")}] : []);
     this.charts.norm.update(x, band("grad_norm", "norm", blue), count);
     const metrics = Object.keys(channels).filter((name) => name.startsWith("metric:") && !COUNTERS.includes(name.slice(7)));
@@ -247,7 +253,7 @@ export class RunPage {
   drawLists(head) {
     const table = (header, rows, kind = "") => el("div", {class: "scroll"}, el("table", {class: kind},
       header ? el("thead", {}, el("tr", {}, ...header.map((text) => el("th", {}, text)))) : null,
-      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, index) => el(kind && !index ? "th" : "td", {}, text)))))));
+      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, index) => el(kind === "facts" && !index ? "th" : "td", {}, text)))))));
     this.changed("events", head.events, () => this.events.replaceChildren(el("h2", {}, "Events"), head.events.length
       ? table(["time", "step", "what"], head.events.map((item) => [moment(item.time), whole(item.step), item.text]))
       : el("p", {class: "soft"}, "none")));
@@ -257,7 +263,7 @@ export class RunPage {
         : el("p", {class: "soft"}, "none in the folder")));
     this.epochs.hidden = !head.epochs.rows.length;
     this.changed("epochs", head.epochs, () => this.epochs.replaceChildren(el("h2", {}, "Epochs"),
-      table(head.epochs.header, head.epochs.rows)));
+      table(head.epochs.header, [...head.epochs.rows].reverse(), "figures-only")));
     this.changed("facts", head.facts, () => this.facts.replaceChildren(el("h2", {}, "Run"), table(null, head.facts, "facts")));
     this.logSection.hidden = !head.logs.length;
     if (this.logName.childElementCount !== head.logs.length) {
@@ -268,7 +274,7 @@ export class RunPage {
   async loadLog(chosen) {
     if (this.logSection.hidden || !this.logName.value) return;
     const atEnd = this.log.scrollTop + this.log.clientHeight >= this.log.scrollHeight - 4;
-    const text = await load(`api/runs/${this.id}/log?name=${encodeURIComponent(this.logName.value)}`);
+    const text = plainLog(await load(`api/runs/${this.id}/log?name=${encodeURIComponent(this.logName.value)}`));
     if (text === this.log.textContent) return;
     this.log.textContent = text;
     if (atEnd || chosen) this.log.scrollTop = this.log.scrollHeight;
@@ -279,6 +285,19 @@ export class RunPage {
     clearTimeout(this.timer);
     for (const chart of Object.values(this.charts)) chart.destroy();
   }
+}
+
+// As a terminal would show it: without escapes, and of a progress bar that was drawn again and again its last state.
+function plainLog(text) {
+  return text.replace(/\u001b\[[0-?]*[ -/]*[@-~]|\u001b\][^\u0007\u001b]*(\u0007|\u001b\\)?/g, "")
+    .replaceAll("\r\n", "\n").replace(/[^\n]*\r(?=[^\n])/g, "");
+}
+
+// FLOPs of a step on all ranks, by what it holds on one; of the mean step where the record does not say more.
+function flopsOf({per_step: mean, model}, samples, tokens, factor) {
+  if (!model || !samples) return mean;
+  if (model.per_token === null || tokens == null) return model.per_sample * samples * factor;
+  return (model.per_token * tokens + (model.per_squared_token ?? 0) * tokens * tokens / samples) * factor;
 }
 
 function channelLabel(name) {

@@ -27,13 +27,14 @@ export class Table {
     this.compare = el("button", {type: "button", id: "compare", onclick: () => {
       location.hash = `#/compare/${[...state.ticked].join(",")}`;
     }});
-    this.count = el("span", {class: "soft"});
+    this.count = el("span", {class: "soft"}, "Reading the runs.");
     this.head = el("tr");
     this.body = el("tbody");
     parent.replaceChildren(
       el("div", {class: "tools"}, this.search, this.compare, this.count),
       el("div", {class: "wide"}, el("table", {id: "runs"}, el("thead", {}, this.head), this.body)));
     this.drawHeader();
+    this.ticks();
   }
 
   update(data) {
@@ -45,7 +46,7 @@ export class Table {
 
   drawHeader() {
     this.head.replaceChildren(el("th", {class: "tick"}), ...COLUMNS.map((column) => el("th", {
-      class: column.number ? "number" : "",
+      class: `${column.key}${column.number ? " number" : ""}`,
       "aria-sort": state.order !== column.key ? null : state.down ? "descending" : "ascending",
     }, el("button", {type: "button", onclick: () => this.order(column.key)},
       column.label + (state.order === column.key ? (state.down ? " ↓" : " ↑") : "")))));
@@ -89,7 +90,7 @@ export class Table {
     const cells = COLUMNS.map((column) => {
       if (column.key === "name") return el("td", {class: "name"}, el("a", {href: `#/run/${row.id}`}, row.name));
       if (column.key === "status") return el("td", {}, badge(row.status));
-      return el("td", {class: column.number ? "number" : ""}, shown(column, row));
+      return el("td", {class: `${column.key}${column.number ? " number" : ""}`}, shown(column, row));
     });
     return el("tr", {}, el("td", {class: "tick"}, tick), ...cells);
   }
@@ -113,7 +114,8 @@ export class Table {
 
 export function badge(status) {
   const known = ["running", "completed", "failed", "interrupted", "preempted", "unfinished", "gone"];
-  return el("span", {class: `badge ${known.includes(status) ? status : ""}`}, status);
+  const title = status === "unfinished" ? "no summary, and nothing written for a minute: killed, or it hangs" : null;
+  return el("span", {class: `badge ${known.includes(status) ? status : ""}`, title}, status);
 }
 
 function compared(a, b) {

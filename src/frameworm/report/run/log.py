@@ -1,0 +1,67 @@
+"""The log that a run leaves in its folder: the lines of its progress and what the engine says, with the time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from frameworm.records.printable import printable
+from frameworm.records.schema import RunRecord
+from frameworm.report.kit.tables import number
+from frameworm.report.run.progress import Mfu, ProgressLine
+
+EVERY_S = 30.0
+_LOGGER = logging.getLogger("frameworm")
+
+
+def _opened(path: Path) -> TextIO:
+    """The file to add to; a new one is not for everybody to write to, whatever the umask."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "a", encoding="utf-8")
+
+
+class RunLog(ProgressLine):
+    """Writes `train.log`.
+
+    Args:
+        path: Lines are added to its end.
+        total_steps: As in `ProgressLine`.
+        epochs: As in `ProgressLine`.
+        world_size: As in `ProgressLine`.
+        mfu: As in `ProgressLine`.
+    """
+
+    def __init__(
+        self, path: Path, total_steps: int | None, epochs: int, world_size: int, mfu: Mfu | None = None
+    ) -> None:
+        super().__init__(total_steps, epochs, world_size, _opened(path), mfu)
+        self._every_s = EVERY_S
+        # Not a handler: beside one of ours, `logging` would no longer print warnings where nobody has set it up.
+        _LOGGER.addFilter(self._hear)
+
+    def on_run_end(self, record: RunRecord) -> None:
+        """Say how it ended."""
+        super().on_run_end(record)
+        for note in record.notes:
+            self._say(f"note: {note}")
+        self._say(f"{record.status} after step {record.steps:,}, loss {number(record.quality.train_loss)}")
+
+    def close(self) -> None:
+        """Hear no more."""
+        _LOGGER.removeFilter(self._hear)
+        with contextlib.suppress(OSError):  # the disk is full
+            self._stream.close()
+
+    def _hear(self, record: logging.LogRecord) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            self._say(record.getMessage())
+        return True
+
+    def _say(self, text: str) -> None:
+        stamp = datetime.now().isoformat(" ", "seconds")
+        for line in text.splitlines():
+            self._stream.write(f"{stamp}  {printable(line)}\n")
+        self._stream.flush()
