@@ -57,9 +57,9 @@ def test_same_seed_same_bits(tmp_path: Path, data_cache_dir: Path, capsys: pytes
     fixed = ["training.max_steps=20", "model.dropout=0.1", f"data.cache_dir={data_cache_dir}", "observe.progress=off"]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(load_config(config, [*fixed, f"seed={seed}"]), out=tmp_path / name)
-    compare(tmp_path / "a", tmp_path / "b", as_json=False)
+    compare(tmp_path / "a", tmp_path / "b", exact=False, as_json=False)
     assert "parting     none: loss and gradient norm are the same, bit for bit, in all 20" in capsys.readouterr().out
-    compare(tmp_path / "a", tmp_path / "c", as_json=True)
+    compare(tmp_path / "a", tmp_path / "c", exact=False, as_json=True)
     other = json.loads(capsys.readouterr().out)["parting"]
     assert (other["step"], other["what"], other["rank"]) == (1, "loss", 0)
     files = [sorted((tmp_path / name).glob("checkpoints/step-*/*.safetensors")) for name in ("a", "b", "c")]
@@ -79,3 +79,21 @@ def test_same_seed_same_bits_on_one_gpu(tmp_path: Path, data_cache_dir: Path) ->
         run(load_config(config, [*fixed, "gpu.device=cuda", "gpu.deterministic=true"]), out=tmp_path / name)
     assert first_parting(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")) == Parting(40)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("parted", [1, 2, 333, 1_499, 1_500, None])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_search_in_long_runs_finds_what_reading_them_finds(tmp_path: Path, parted: int | None, rank: int) -> None:
+    base = [(step, 1 / step, 0.5) for step in range(1, 1_501)]
+    later = [item if parted is None or item[0] < parted else (item[0], item[1] + 1e-9, 0.5) for item in base]
+    before = run_of(tmp_path / "a", base, base, base)
+    after = run_of(tmp_path / "b", *(later if number == rank else base for number in range(3)))
+    exact, searched = first_parting(before, after, None), first_parting(before, after, 1)
+    assert exact is not None
+    assert searched is not None
+    assert searched.is_searched
+    assert (searched.step, searched.what, searched.rank) == (exact.step, exact.what, exact.rank)
+    assert (searched.before, searched.after) == (exact.before, exact.after)
+    words = parting_sentence(searched)
+    assert ("none found" in words) == (parted is None)
+    assert "--exact" in words or parted == 1

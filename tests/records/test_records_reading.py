@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frameworm.records import reading
-from frameworm.records.reading import open_plain, parse_json, read_json, read_lines, read_tail, read_text
+from frameworm.records.reading import (
+    blocks,
+    open_plain,
+    parse_json,
+    read_json,
+    read_lines,
+    read_tail,
+    read_text,
+    sample_lines,
+)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
@@ -84,3 +93,23 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"a" * 100 + b"end\xff")
     assert read_tail(tmp_path / "log", 4) == "end\ufffd"
     assert len(read_tail(tmp_path / "log", 1_000)) == 104
+
+
+def test_a_sample_is_spread_evenly_and_every_line_is_as_likely(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number:06d}{'x' * (number % 37)}\n" for number in range(50_000)))
+    size = path.stat().st_size
+    most = size // 20
+    assert blocks(100, 100) == [(0, 100)]
+    places = blocks(size, most)
+    assert len(places) >= 16
+    part = size / len(places)
+    assert all(int(index * part) <= begin < end <= (index + 1) * part + 1 for index, (begin, end) in enumerate(places))
+    numbers = [int(line[:6]) for line in sample_lines(path, most)]
+    assert numbers == sorted(set(numbers)), "in order, and none twice"
+    assert 0.045 < len(numbers) / 50_000 < 0.055
+    # Nothing that comes every so many lines is met more or less often than it is there.
+    for period in (10, 64, 100):
+        share = sum(number % period == 0 for number in numbers) / len(numbers)
+        assert share == pytest.approx(1 / period, rel=0.25)
+    assert [int(line[:6]) for line in sample_lines(path, size)] == list(range(50_000))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import typer
 
-from frameworm.cli.output import say
+from frameworm.cli.output import run_folder, runs_folder, say
 from frameworm.errors import BaselineError
 
 if TYPE_CHECKING:
@@ -26,8 +26,13 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    before: Path = typer.Argument(..., metavar="RUN_A", help="Folder of the run before, or of a sweep."),
-    after: Path = typer.Argument(..., metavar="RUN_B", help="Folder of the run after, or of a sweep."),
+    before: Path = typer.Argument(
+        ..., metavar="RUN_A", parser=runs_folder, help="Folder or URL of the run before, or of a sweep."
+    ),
+    after: Path = typer.Argument(
+        ..., metavar="RUN_B", parser=runs_folder, help="Folder or URL of the run after, or of a sweep."
+    ),
+    exact: bool = typer.Option(False, "--exact", help="Read all steps of long runs, not samples of them."),
     as_json: bool = typer.Option(False, "--json", help="Print the comparison as JSON."),
 ) -> None:
     """Say what changed between two runs: settings, environment, phases, speed, memory, quality, and where they part.
@@ -48,7 +53,7 @@ def compare(
     from frameworm.guard.comparison import compare_folders
     from frameworm.report.checks.guard import comparison_sentences, render_comparison
 
-    comparison = compare_folders(before, after)
+    comparison = compare_folders(before, after, exact=exact)
     if as_json:
         _print_json(comparison, sentences=comparison_sentences(comparison))
     else:
@@ -94,9 +99,15 @@ def _compare_sweeps(before: Path, after: Path, as_json: bool) -> None:
 
 
 def guard(
-    runs: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of the runs to judge."),
+    runs: list[Path] = typer.Argument(
+        ..., metavar="RUN...", parser=run_folder, help="Folders or URLs of the runs to judge."
+    ),
     baseline: Optional[Path] = typer.Option(  # noqa: UP045
-        None, "--baseline", help="Baseline file, or the folder of a run; not needed with --targets."
+        None,
+        "--baseline",
+        parser=run_folder,
+        metavar="RUN|FILE",
+        help="Baseline file, or the folder or URL of a run; not needed with --targets.",
     ),
     max_regression: str = typer.Option("5%", help="Most that a step may take longer; off: not guarded."),
     max_memory: str = typer.Option("10%", help="Most that peak memory may grow."),

@@ -176,25 +176,33 @@ def _profile_config(
 
 
 def diagnose(
-    run: Path = typer.Argument(..., help="Run folder, or a trace of torch.profiler (.json, .json.gz)."),
+    given: str = typer.Argument(
+        ..., metavar="RUN", help="Run folder or URL, or a trace of torch.profiler (.json, .json.gz)."
+    ),
     operators: Optional[int] = typer.Option(  # noqa: UP045
         None, min=1, help="Of a trace: operators in each list."
     ),
+    exact: bool = typer.Option(False, "--exact", help="Read all steps of a long run, not a sample of them."),
     as_json: bool = typer.Option(False, "--json", help="Print verdict and findings as JSON."),
 ) -> None:
     """Judge a stored run: what costs most, the evidence, and what to do. Exit code 3: inconclusive.
 
     Example: frameworm diagnose runs/quickstart-20260101-120000
     """
+    from frameworm.records.objects.runs import local_run, shown
+
+    run = local_run(given)
     if run.is_file():
         _diagnose_trace(run, operators, as_json)
         return
     from frameworm.attach.record import judge_stored, stored_record
-    from frameworm.records.store import RunFolder
+    from frameworm.records.store import SAMPLE_BYTES, RunFolder
 
     folder = RunFolder.open(run)
-    record = stored_record(folder)
-    judge_stored(record, folder)
+    most_bytes = None if exact else SAMPLE_BYTES
+    record = stored_record(folder, most_bytes)
+    judge_stored(record, folder, most_bytes)
+    record.run_dir = shown(folder)
     if as_json:
         data = record.to_dict()
         kept = ("run_dir", "status", "steps", "unseen", "verdict", "findings", "notes", "roofline")

@@ -1,4 +1,7 @@
-"""What the verbs print: all words pass through here, because many come from files that anybody may have written."""
+"""What the verbs print, and the runs that they read.
+
+All words pass through here, because many come from files that anybody may have written. A run may be a folder or a URL.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 from frameworm.records.printable import printable
@@ -27,6 +31,20 @@ def telling(what: str) -> Iterator[Callable[[str], None] | None]:
 
     with Console(stderr=True).status(what) as status:
         yield lambda text: status.update(Text(printable(text)))
+
+
+def run_folder(text: str) -> Path:
+    """A run given on the command line; of a URL a local copy of its records."""
+    from frameworm.records.objects.runs import local_run
+
+    return local_run(text)
+
+
+def runs_folder(text: str) -> Path:
+    """The same for a folder of runs."""
+    from frameworm.records.objects.runs import local_root
+
+    return local_root(text)
 
 
 def log_to_screen(leads: bool) -> None:

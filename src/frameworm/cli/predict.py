@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
-from frameworm.cli.output import say
+from frameworm.cli.output import run_folder, say
 from frameworm.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     run: Optional[Path] = typer.Argument(  # noqa: UP045
-        None, help="Folder of a run on one device; or give --case, or --compute-ms and --gradient-mb."
+        None,
+        parser=run_folder,
+        metavar="[RUN]",
+        help="Folder or URL of a run on one device; or give --case, or --compute-ms and --gradient-mb.",
     ),
     world_sizes: str = typer.Option("1,2,4,8", help="Numbers of ranks to predict, such as 1,2,4,8,64."),
     network: Optional[Path] = typer.Option(None, help="A network.json that `frameworm network` measured."),  # noqa: UP045

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Optional
 
 import typer
 
-from frameworm.cli.output import say
+from frameworm.cli.output import runs_folder, say
 from frameworm.errors import ConfigError
 
 if TYPE_CHECKING:
     from frameworm.report.scaling.report import WrittenReport
+    from frameworm.report.scaling.table import ScalingReport
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +25,12 @@ def register(app: typer.Typer) -> None:
 
 def report(
     context: typer.Context,
-    root: Path = typer.Option(Path("experiments"), help="Folder with the runs, at any depth."),
+    root: Path = typer.Option(
+        "experiments",
+        parser=runs_folder,
+        metavar="DIR|URL",
+        help="Folder with the runs, at any depth, or URL with the runs right under it.",
+    ),
     out: Path = typer.Option(Path("plots"), help="Folder for the report."),
     warmup: int = typer.Option(1, min=0, help="Epochs at the start of each run to leave out."),
     datasets: Optional[list[str]] = typer.Option(  # noqa: UP045
@@ -39,10 +45,15 @@ def report(
     Example: frameworm report --root experiments --out plots --warmup 1 --datasets IMDB AGNews
     """
     from frameworm.report.scaling.report import write_report
+    from frameworm.report.scaling.text import render_scaling
 
-    names = _names(datasets, context.args)
-    written = write_report(root, out, warmup, names)
-    say(_json(written) if as_json else _text(written, out), end="")
+    def tell(found: ScalingReport) -> None:
+        if not as_json:
+            say(render_scaling(found), flush=True)  # figures take longer to draw
+
+    written = write_report(root, out, warmup, _names(datasets, context.args), tell=tell)
+    listed = " ".join(path.name for path in written.files)
+    say(_json(written) if as_json else f"written to {out}: {listed}\n", end="")
     if not any(len(item.rows) > 1 for table in written.report.datasets for item in table.configurations):
         say("frameworm: no two world sizes can be compared; the report says why", file=sys.stderr)
         raise typer.Exit(3)
@@ -54,13 +65,6 @@ def _names(datasets: list[str] | None, more: Sequence[str]) -> list[str] | None:
         raise ConfigError(f"unexpected argument {more[0]}; the folder with the runs is given with --root")
     words = [word.strip() for item in (*(datasets or ()), *more) for word in item.split(",")]
     return [word for word in words if word] or None
-
-
-def _text(written: WrittenReport, out: Path) -> str:
-    from frameworm.report.scaling.text import render_scaling
-
-    listed = " ".join(path.name for path in written.files)
-    return f"{render_scaling(written.report)}\nwritten to {out}: {listed}\n"
 
 
 def _json(written: WrittenReport) -> str:

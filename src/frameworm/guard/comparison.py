@@ -12,7 +12,7 @@ from frameworm.guard.figures import RunFigures, read_runs
 from frameworm.guard.parting import Parting, first_parting
 from frameworm.guard.statistics import RatioInterval, independent_ratio, run_spread
 from frameworm.records.schema import PHASES
-from frameworm.records.store import RunFolder
+from frameworm.records.store import SAMPLE_BYTES, RunFolder
 
 # Facts of the fingerprint that make another machine; the others are versions, or chosen by whoever starts the run.
 HARDWARE = {
@@ -94,14 +94,21 @@ class Comparison:
     parting: Parting | None = None  # None: nobody has looked, or there is no step to compare
 
 
-def compare_folders(before: str | os.PathLike[str], after: str | os.PathLike[str]) -> Comparison:
+def compare_folders(
+    before: str | os.PathLike[str], after: str | os.PathLike[str], *, exact: bool = False
+) -> Comparison:
     """Compare two stored runs, and find the step at which they part.
+
+    Args:
+        before: Folder of a run.
+        after: Folder of another.
+        exact: Read all steps of long runs, not a sample of them.
 
     Raises:
         BaselineError: One of them cannot be compared.
     """
-    comparison = compare_runs(*read_runs([os.fspath(before), os.fspath(after)]))
-    comparison.parting = first_parting(RunFolder(before), RunFolder(after))
+    comparison = compare_runs(*read_runs([os.fspath(before), os.fspath(after)], exact=exact))
+    comparison.parting = first_parting(RunFolder(before), RunFolder(after), None if exact else SAMPLE_BYTES)
     return comparison
 
 

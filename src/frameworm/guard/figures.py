@@ -22,6 +22,7 @@ from frameworm.records.store import RunFolder
 from frameworm.records.writer import StepReader
 
 BLOCK_LIMIT = 400
+SAMPLE_BYTES = 4 * 2**20  # of the steps of a run; of longer files a sample is read
 FEWEST_STEPS = 20
 # Among the first quarter of a compiled or captured run, steps this much slower than the median are compilations.
 COMPILING = 3.0
@@ -30,7 +31,7 @@ CROWDED_FROM = 0.7
 
 # They say where things are or how the run is watched, not how it trains.
 _UNTOLD = ("name", "data.cache_dir", "data.root", "observe.progress", *(f"observe.{name}" for name in LOGGER_SETTINGS))
-_UNTOLD_SECTIONS = ("observe.targets.", *(f"observe.{name}." for name in LOGGER_SETTINGS))
+_UNTOLD_SECTIONS = ("observe.targets.", "storage.", *(f"observe.{name}." for name in LOGGER_SETTINGS))
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class RunFigures:
     environment: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # the config, keys joined by dots
     left_out: int = 0  # steps of warm-up, compilation and capture
+    share: float = 1.0  # of all steps that the times are of, where that is a sample
     crowding: float | None = None  # share of the cores' time that other programs took while none was idle
 
     @property
@@ -132,8 +134,12 @@ class RunFigures:
         return run
 
 
-def read_run(folder: RunFolder) -> RunFigures:
+def read_run(folder: RunFolder, *, exact: bool = False) -> RunFigures:
     """The figures of a stored run; one without a summary is `unfinished`, whatever became of it.
+
+    Args:
+        folder: The run.
+        exact: Read all steps of a long run, not a sample of them.
 
     Raises:
         RunFolderError: Its files cannot be read.
@@ -143,8 +149,10 @@ def read_run(folder: RunFolder) -> RunFigures:
     run.settings = read_settings(folder)
     files = folder.step_files()
     if files:
-        reader = StepReader(files[min(files)])
-        _read_steps(run, reader, compiled=record is not None and _compiles(record))
+        reader = StepReader(files[min(files)], None if exact else SAMPLE_BYTES)
+        run.share = reader.share
+        # A sample is small enough to keep; a file of any length is read twice.
+        _read_steps(run, reader if exact else list(reader), compiled=record is not None and _compiles(record))
     if record is not None:
         _take_summary(run, record)
     # Every run of the Python API has the same workload, and a model of its own.
@@ -169,8 +177,12 @@ def read_settings(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def read_runs(paths: Iterable[str]) -> list[RunFigures]:
+def read_runs(paths: Iterable[str], *, exact: bool = False) -> list[RunFigures]:
     """The figures of several runs.
+
+    Args:
+        paths: Their folders.
+        exact: Read all steps of long runs, not samples of them.
 
     Raises:
         RunFolderError: One of them is no run.
@@ -181,7 +193,7 @@ def read_runs(paths: Iterable[str]) -> list[RunFigures]:
     for index, place in enumerate(places):
         if place in places[:index]:
             raise BaselineError(f"{folders[index].path} is given twice; give each run once")
-    return [read_run(folder) for folder in folders]
+    return [read_run(folder, exact=exact) for folder in folders]
 
 
 def _compiles(record: RunRecord) -> bool:
@@ -189,16 +201,16 @@ def _compiles(record: RunRecord) -> bool:
 
 
 def _read_steps(run: RunFigures, reader: Iterable[StepRecord], *, compiled: bool) -> None:
-    """Times and phases of the measured steps; the file is read twice, so that its length does not matter."""
+    """Times and phases of the measured steps, which are iterated over twice."""
     times = array("d")
     for step in reader:
         times.append(_training_s(step))
-    run.steps = len(times)
+    run.steps = round(len(times) / run.share)
     skipped = set(range(min(DEFAULT_WARMUP, len(times) // 2)))
     if compiled and len(times) > 2 * DEFAULT_WARMUP:
         usual_s = percentile(sorted(times[len(times) // 2 :]), 0.5)
         skipped |= {index for index in range(len(times) // 4) if times[index] > COMPILING * usual_s}
-    account = StepAccount(warmup=0)
+    account = StepAccount(warmup=0, share=run.share)
     samples = tokens = tokened = 0.0
     for index, step in enumerate(reader):
         if index in skipped or not 0 < times[index] < math.inf:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from frameworm.errors import RunFolderError
+from frameworm.records.reading import open_plain
 from frameworm.records.schema import StepRecord
-from frameworm.records.store import RunFolder
-from frameworm.records.writer import StepReader
+from frameworm.records.store import SAMPLE_BYTES, RunFolder
+from frameworm.records.writer import StepReader, StepSeeker
+
+_MOST_PROBES = 1_024  # of all ranks together
+_FEWEST_PROBES = 8  # of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,9 @@ class Parting:
         step: The first step that is not the same in both; None: all are.
         rank: Whose step that is.
         what: `loss`, or `gradient norm` where the losses are still the same.
+        before: Its value in the first run.
+        after: In the other.
+        is_searched: The files are large: the step was searched for, and not every step before it was compared.
     """
 
     compared_steps: int
@@ -27,23 +36,39 @@ class Parting:
     what: str | None = None
     before: float | None = None
     after: float | None = None
+    is_searched: bool = False
 
 
-def first_parting(before: RunFolder, after: RunFolder) -> Parting | None:
+def first_parting(before: RunFolder, after: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> Parting | None:
     """Compare the losses of two runs step by step; None where there is no step that both have recorded.
+
+    Args:
+        before: A run.
+        after: Another.
+        most_bytes: In larger files the step is searched for: from some steps spread over the run, and from the first of
+            them that is not the same by halves. What differs in single steps between those is not seen. None: never.
 
     Raises:
         RunFolderError: Their steps cannot be read.
     """
     mine, theirs = before.step_files(), after.step_files()
-    parts = [_of_rank(rank, StepReader(mine[rank]), StepReader(theirs[rank])) for rank in mine if rank in theirs]
+    ranks = [rank for rank in mine if rank in theirs]
+    try:
+        size = sum(files[rank].stat().st_size for rank in ranks for files in (mine, theirs))
+        if most_bytes is None or size <= most_bytes:
+            parts = [_of_rank(rank, StepReader(mine[rank]), StepReader(theirs[rank])) for rank in ranks]
+        else:
+            parts = _search({rank: (mine[rank], theirs[rank]) for rank in ranks})
+    except OSError as error:
+        raise RunFolderError(f"cannot read the steps of {before.path} and {after.path}: {error}") from error
     compared = max((part.compared_steps for part in parts), default=0)
     if not compared:
         return None
+    is_searched = any(part.is_searched for part in parts)
     parted = [part for part in parts if part.step is not None]
     # In the same step a loss tells more than a norm: the norm is of all ranks.
     first = min(parted, key=lambda part: (part.step, part.what != "loss", part.rank), default=None)
-    return Parting(compared) if first is None else first
+    return Parting(compared, is_searched=is_searched) if first is None else first
 
 
 def _of_rank(rank: int, before: StepReader, after: StepReader) -> Parting:
@@ -57,11 +82,96 @@ def _of_rank(rank: int, before: StepReader, after: StepReader) -> Parting:
         if other.step != mine.step:
             continue
         compared += 1
-        for what, one, two in (("loss", mine.loss, other.loss), ("gradient norm", mine.grad_norm, other.grad_norm)):
-            # Text tells -0.0 from 0.0 and takes one nan for another.
-            if repr(one) != repr(two):
-                return Parting(compared, mine.step, rank, what, one, two)
+        found = _difference(compared, rank, mine, other)
+        if found is not None:
+            return found
     return Parting(compared)
+
+
+def _search(files: Mapping[int, tuple[Path, Path]]) -> list[Parting]:
+    """The partings of some ranks, from few of their steps, among them that of the rank that parts first.
+
+    Runs that part once stay parted: every later step begins with other weights. So the first of some steps that is not
+    the same lies behind the parting, halving leads to it from there, and a rank whose steps are the same up to where
+    another parts does not part before it.
+    """
+    parts: list[Parting] = []
+    probes = max(_FEWEST_PROBES, _MOST_PROBES // len(files))
+    until: int | None = None
+    for rank, (before, after) in files.items():
+        with open_plain(before) as file, open_plain(after) as other_file:
+            search = _Search(rank, StepSeeker(file), StepSeeker(other_file))
+            parts.append(search.first(probes) if until is None else search.before(until))
+        until = parts[-1].step if parts[-1].step is not None else until
+    return parts
+
+
+class _Search:
+    """Looks for the step from which on two files are not the same."""
+
+    def __init__(self, rank: int, mine: StepSeeker, theirs: StepSeeker) -> None:
+        self._rank = rank
+        self._mine = mine
+        self._theirs = theirs
+        self._compared = 0
+
+    def first(self, probes: int) -> Parting:
+        """The parting, from some steps spread over the run and those between them."""
+        firsts = [step for seeker in (self._mine, self._theirs) if (step := seeker.first()) is not None]
+        lasts = [step for seeker in (self._mine, self._theirs) if (step := seeker.last()) is not None]
+        if len(firsts) < 2:
+            return Parting(0, is_searched=True)
+        low, high = max(step.step for step in firsts), min(step.step for step in lasts)
+        same = low - 1
+        for index in range(probes + 1):
+            number = low + (high - low) * index // probes
+            found = self._at(number)
+            if found is not None:
+                return self._between(same, found)
+            same = number
+        return Parting(self._compared, is_searched=True)
+
+    def before(self, step: int) -> Parting:
+        """The parting if it lies at a step or before it."""
+        found = self._at(step - 1)
+        if found is not None and found.step is not None and found.step < step:
+            return self._between(0, found)
+        return self._at(step) or Parting(self._compared, is_searched=True)
+
+    def _between(self, same: int, found: Parting) -> Parting:
+        """The first step after one that is the same that is as different as the one found."""
+        while found.step is not None and found.step - same > 1:
+            middle = (same + found.step) // 2
+            earlier = self._at(middle)
+            if earlier is None or earlier.step == found.step:
+                same = middle
+            else:
+                found = earlier
+        return replace(found, compared_steps=self._compared)
+
+    def _at(self, number: int) -> Parting | None:
+        """What differs in the first step from this number on that both have recorded; None: nothing, or none is."""
+        mine, theirs = self._mine.at(number), self._theirs.at(number)
+        while mine is not None and theirs is not None and mine.step != theirs.step:
+            if mine.step < theirs.step:
+                mine = self._mine.at(theirs.step)
+            else:
+                theirs = self._theirs.at(mine.step)
+        if mine is None or theirs is None:
+            return None
+        self._compared += 1
+        return _difference(self._compared, self._rank, mine, theirs, is_searched=True)
+
+
+def _difference(
+    compared: int, rank: int, mine: StepRecord, other: StepRecord, *, is_searched: bool = False
+) -> Parting | None:
+    """How two records of the same step differ; None: not at all."""
+    for what, one, two in (("loss", mine.loss, other.loss), ("gradient norm", mine.grad_norm, other.grad_norm)):
+        # Text tells -0.0 from 0.0 and takes one nan for another.
+        if repr(one) != repr(two):
+            return Parting(compared, mine.step, rank, what, one, two, is_searched)
+    return None
 
 
 def _forward(steps: Iterator[StepRecord], step: StepRecord | None, wanted: int) -> StepRecord | None:

@@ -10,6 +10,7 @@ from frameworm.records.atomic import write_atomic
 from frameworm.records.reading import read_text
 
 NAME = ".launch"
+_NOTES = (NAME, ".storage.json")
 
 
 def write_launch(folder: Path, launch: str) -> None:
@@ -37,6 +38,8 @@ def begun_by(launch: str, folders: Iterable[Path]) -> Path | None:
 def take_back(folder: Path) -> None:
     """Remove the folder of a run that could not begin; one with anything else in it stays as it is."""
     with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [NAME]:
-            (folder / NAME).unlink()
+        notes = list(folder.iterdir())
+        if all(path.name in _NOTES for path in notes):
+            for path in notes:
+                path.unlink()
         folder.rmdir()

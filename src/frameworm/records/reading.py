@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -16,6 +17,9 @@ from typing import Any, BinaryIO
 MOST_BYTES = 64 * 2**20
 MOST_CONFIG_BYTES = 2**20
 _MOST_LINE_BYTES = 2**20
+_BLOCK_BYTES = 2**16
+_FEWEST_BLOCKS = 64
+_SMALLEST_BLOCK_BYTES = 2**11
 _DEEPEST = 100
 _MOST_DIGITS = 40  # more than any count has, and few enough to become a float
 
@@ -118,6 +122,38 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
     with open_plain(path) as file:
         while line := file.readline(_MOST_LINE_BYTES):
             yield line
+
+
+def blocks(size: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Where to read a file of which only so many bytes are read: begin and end of blocks that are spread evenly.
+
+    The file is cut into equal parts, and of each part one block is read, at a place drawn by lot that is the same each
+    time. So every line is as likely to be read as any other, whatever comes at regular intervals.
+    """
+    if size <= most_bytes:
+        return [(0, size)]
+    count = max(most_bytes // _BLOCK_BYTES, min(_FEWEST_BLOCKS, most_bytes // _SMALLEST_BLOCK_BYTES), 1)
+    length, part = most_bytes // count, size / count
+    draw = random.Random(count)
+    begins = [int(index * part + draw.random() * (part - length)) for index in range(count)]
+    return [(begin, begin + length) for begin in begins]
+
+
+def sample_lines(path: str | os.PathLike[str], most_bytes: int) -> Iterator[bytes]:
+    """The lines that begin in the `blocks` of a plain file, in their order.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_plain(path) as file:
+        for begin, end in blocks(os.fstat(file.fileno()).st_size, most_bytes):
+            offset = begin
+            if begin:  # a line belongs to the block in which it begins
+                file.seek(begin - 1)
+                offset += len(file.readline(_MOST_LINE_BYTES)) - 1
+            while offset < end and (line := file.readline(_MOST_LINE_BYTES)):
+                yield line
+                offset += len(line)
 
 
 def _whole_number(text: str) -> int:

@@ -161,6 +161,16 @@ class CheckpointStatistics:
 
 
 @dataclass(slots=True)
+class StorageCopy:
+    """The run in object storage."""
+
+    url: str
+    uploaded: bool  # all of it, this record included
+    checkpoint: str | None = None  # the newest there, by its name
+    problem: str | None = None  # why not all of it is there
+
+
+@dataclass(slots=True)
 class Compilation:
     """What torch.compile did in a run."""
 
@@ -222,6 +232,7 @@ class RunRecord:
     padding_waste: float | None = None
     quality: Quality = field(default_factory=Quality)
     checkpoint: CheckpointStatistics = field(default_factory=CheckpointStatistics)
+    storage: StorageCopy | None = None
     skipped_steps: int | None = None
     skipped_samples: int | None = None  # that could not be read, where data.on_error is skip
     compilation: Compilation | None = None

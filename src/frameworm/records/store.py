@@ -20,17 +20,20 @@ from frameworm.errors import RunFolderError
 from frameworm.records.atomic import refuse_link, replacing, write_atomic
 from frameworm.records.reading import MOST_BYTES, MOST_CONFIG_BYTES, parse_json, read_lines, read_text
 from frameworm.records.schema import EpochRecord, RunRecord
-from frameworm.records.writer import parse_step
+from frameworm.records.writer import StepReader, parse_step
 
 EPOCH_COLUMNS = tuple(item.name for item in dataclasses.fields(EpochRecord) if item.name != "metrics")
 
 _STEPS_NAME = re.compile(r"steps-rank(\d+)\.jsonl")
 _FOLDER_NAME = re.compile(r"(?P<name>.+)-\d{8}-\d{6}(-\d+)?")
 _WRITTEN_NAME = re.compile(
-    r"config\.yaml|summary\..*|epochs\.csv|report\.html|gradients\.json|checkpoints|tensorboard|wandb|"
-    r"loggers\.json|metrics\.csv|(steps|system|trace)-.*"
+    r"config\.yaml|begun\.json|summary\..*|epochs\.csv|report\.html|gradients\.json|checkpoints|tensorboard|wandb|"
+    r"loggers\.json|metrics\.csv|train\.log|(steps|system|trace)-.*"
 )
 _FOLDER_MODE = 0o755
+# What a second or so can read of all the steps of a run; of what is more, a sample is read.
+SAMPLE_BYTES = 16 * 2**20
+_FEWEST_BYTES = 2**16  # of one rank
 
 
 class RunFolder:
@@ -135,6 +138,16 @@ class RunFolder:
         return self.path / "epochs.csv"
 
     @property
+    def begun_json(self) -> Path:
+        """What is known of a run before it has ended."""
+        return self.path / "begun.json"
+
+    @property
+    def train_log(self) -> Path:
+        """What the engine says, with the time."""
+        return self.path / "train.log"
+
+    @property
     def summary_json(self) -> Path:
         """The run record."""
         return self.path / "summary.json"
@@ -158,6 +171,22 @@ class RunFolder:
         """The steps files that exist, by rank; a resume on fewer ranks still finds those of the others."""
         matches = ((_STEPS_NAME.fullmatch(path.name), path) for path in _entries(self.path))
         return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+    def step_readers(self, most_bytes: int | None = SAMPLE_BYTES) -> dict[int, StepReader]:
+        """Readers of the steps files by rank.
+
+        Args:
+            most_bytes: Where all files together are larger, each reader gives a sample of its file. None: never.
+        """
+        files = self.step_files()
+        sizes = 0
+        for path in files.values():
+            with contextlib.suppress(OSError):
+                sizes += path.stat().st_size
+        if most_bytes is None or sizes <= most_bytes:
+            return {rank: StepReader(path) for rank, path in files.items()}
+        each = max(most_bytes // len(files), _FEWEST_BYTES)
+        return {rank: StepReader(path, each) for rank, path in files.items()}
 
     def holds_run(self) -> bool:
         """Whether any file of a run is here."""
@@ -219,7 +248,7 @@ class RunFolder:
         """Write the run record, and beside it the same for reading if `text` is given."""
         if text is not None:
             write_atomic(self.summary_txt, text)
-        write_atomic(self.summary_json, json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n")
+        _write_record(self.summary_json, record)
 
     def read_summary(self) -> RunRecord:
         """Read the run record.
@@ -227,11 +256,19 @@ class RunFolder:
         Raises:
             RunFolderError: There is none, or it is not one.
         """
-        text = self._read(self.summary_json)
-        try:
-            return RunRecord.from_dict(parse_json(text))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise RunFolderError(f"{self.summary_json} is damaged or no summary of frameworm: {error}") from error
+        return self._read_record(self.summary_json)
+
+    def write_begun(self, record: RunRecord) -> None:
+        """Write what is known of a run that goes on: where it runs, and the model's FLOPs once they are counted."""
+        _write_record(self.begun_json, record)
+
+    def read_begun(self) -> RunRecord:
+        """Read what was known of the run when it began, or was last resumed.
+
+        Raises:
+            RunFolderError: There is no such file, or it is not one.
+        """
+        return self._read_record(self.begun_json)
 
     def write_epochs(self, epochs: Iterable[EpochRecord]) -> None:
         """Write the table of epochs; a missing value is an empty cell. Metrics follow in columns of their own."""
@@ -275,6 +312,13 @@ class RunFolder:
             ]
         except (ValueError, TypeError, csv.Error) as error:
             raise RunFolderError(f"{self.epochs_csv}, line {rows.line_num}: {error}") from error
+
+    def _read_record(self, path: Path) -> RunRecord:
+        text = self._read(path)
+        try:
+            return RunRecord.from_dict(parse_json(text))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise RunFolderError(f"{path} is damaged or no summary of frameworm: {error}") from error
 
     def _read(self, path: Path, most_bytes: int = MOST_BYTES) -> str:
         try:
@@ -320,6 +364,10 @@ def unfinished_runs(root: str | os.PathLike[str], name: str) -> Iterator[RunFold
     for folder in find_runs(root):
         if folder.has_checkpoint() and folder.run_name() == name and folder.status() != "completed":
             yield folder
+
+
+def _write_record(path: Path, record: RunRecord) -> None:
+    write_atomic(path, json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n")
 
 
 def _cell(text: str) -> float | None:

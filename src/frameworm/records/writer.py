@@ -1,4 +1,4 @@
-"""Steps on disk: a writer that cannot disturb training, and a reader that survives what crashes leave behind."""
+"""Steps on disk: a writer that cannot disturb training, and readers that survive what crashes leave behind."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import functools
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from frameworm.errors import RunFolderError
 from frameworm.records.atomic import open_to_append
 from frameworm.records.events import Listener
-from frameworm.records.reading import parse_line, read_lines
+from frameworm.records.reading import parse_line, read_lines, sample_lines
 from frameworm.records.schema import StepRecord, json_ready
 
 WAKE_INTERVAL_S = 0.3
@@ -26,6 +27,10 @@ WAKE_INTERVAL_S = 0.3
 # millisecond instead of the interpreter's own 5 ms.
 GROUP_RECORDS = 16
 GROUP_PAUSE_S = 0.00005
+_NEAR_BYTES = 2**13  # of a step that is searched for: from there on, line by line
+_TAILS_BYTES = (2**12, 2**22)  # a line is seldom longer than the first, and never than the second
+_MOST_LINE_BYTES = 2**20
+_NUMBER = re.compile(rb'\s*\{\s*"step":\s*(\d{1,18})\b')
 
 _encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -254,20 +259,37 @@ class JsonLinesWriter(Listener):
 class StepReader:
     """Iterates over the steps of a file, one at a time, so that a long run needs no memory.
 
+    Args:
+        path: The file.
+        most_bytes: Read no more than this: of a larger file, blocks of neighbouring steps that are spread over it
+            evenly. None: read it all.
+
     Attributes:
         broken: Lines so far that could not be read, other than a torn last one.
         torn: Whether the last line was cut off, as a killed process leaves it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], most_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.broken = 0
         self.torn = False
+        self._most_bytes = most_bytes
+
+    @property
+    def share(self) -> float:
+        """The part of the file that is read, 0 to 1."""
+        if self._most_bytes is None:
+            return 1.0
+        try:
+            return min(1.0, self._most_bytes / max(self.path.stat().st_size, 1))
+        except OSError:
+            return 1.0
 
     def __iter__(self) -> Iterator[StepRecord]:
         self.broken, self.torn = 0, False
+        is_sample = self._most_bytes is not None and self.share < 1
         try:
-            for line in read_lines(self.path):
+            for line in sample_lines(self.path, self._most_bytes or 0) if is_sample else read_lines(self.path):
                 step = parse_step(line)
                 if step is not None:
                     yield step
@@ -291,3 +313,73 @@ def parse_step(line: bytes) -> StepRecord | None:
     except (ValueError, TypeError, AttributeError):
         return None
     return step if isinstance(step.step, int) and isinstance(step.step_s, (int, float)) else None
+
+
+class StepSeeker:
+    """Finds steps in an open file whose steps are in order, as a writer leaves them.
+
+    Args:
+        file: It stays open.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+
+    def first(self) -> StepRecord | None:
+        """The first step of the file."""
+        return self.at(0)
+
+    def last(self) -> StepRecord | None:
+        """The last whole step of the file."""
+        for tail_bytes in _TAILS_BYTES:
+            self._begin(max(0, self._size - tail_bytes))
+            found = max(self._steps(), key=lambda step: step.step, default=None)
+            if found is not None:
+                return found
+        return None
+
+    def at(self, number: int) -> StepRecord | None:
+        """The first step with this number or a higher one; None: there is none."""
+        return next(self.onwards(number), None)
+
+    def onwards(self, number: int) -> Iterator[StepRecord]:
+        """All steps from that number on, one at a time."""
+        low, high = 0, self._size
+        while high - low > _NEAR_BYTES:
+            middle = (low + high) // 2
+            self._begin(middle)
+            found = next((known for line in self._lines() if (known := _number(line)) is not None), None)
+            if found is None or found >= number:
+                high = middle
+            else:
+                low = middle
+        self._begin(low)
+        for line in self._lines():
+            known = _number(line)
+            if known is not None and known >= number:
+                step = parse_step(line)
+                if step is not None:
+                    yield step
+
+    def _begin(self, offset: int) -> None:
+        """Go to the first line that begins at a place of the file or after it."""
+        self._file.seek(max(0, offset - 1))
+        if offset:
+            self._file.readline(_MOST_LINE_BYTES)
+
+    def _steps(self) -> Iterator[StepRecord]:
+        """The steps from here on."""
+        for line in self._lines():
+            step = parse_step(line)
+            if step is not None:
+                yield step
+
+    def _lines(self) -> Iterator[bytes]:
+        return iter(functools.partial(self._file.readline, _MOST_LINE_BYTES), b"")
+
+
+def _number(line: bytes) -> int | None:
+    """The number of the step that a line holds, at a fraction of the cost of reading the line."""
+    match = _NUMBER.match(line)
+    return None if match is None else int(match[1])

@@ -13,7 +13,7 @@ from frameworm.records.gradients import GradientTimes
 from frameworm.records.reading import read_json
 from frameworm.records.schema import RunRecord, StepRecord
 from frameworm.records.statistics import DEFAULT_WARMUP
-from frameworm.records.store import RunFolder
+from frameworm.records.store import SAMPLE_BYTES, RunFolder
 from frameworm.records.writer import StepReader
 from frameworm.scaling.fabrics import Link, LinkNetwork
 from frameworm.scaling.network import bus_share
@@ -73,7 +73,7 @@ def load_run(path: str | Path) -> Source:
     folder = RunFolder.open(path)
     record = folder.read_summary()
     files = folder.step_files()
-    times = _compute_times(StepReader(files[min(files)])) if files else []
+    times = _compute_times(StepReader(files[min(files)], SAMPLE_BYTES)) if files else []
     return from_record(record, GradientTimes.load(folder.path), times, str(folder.path))
 
 

@@ -126,6 +126,9 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
     lines += ["", *table(rows, width), ""]
     if comparison.parting is not None:
         lines += field("parting", parting_sentence(comparison.parting), width)
+    for label, run in (("A", before), ("B", after)):
+        if run.share < 1:
+            lines += field("note", f"times of {label} are by a sample of {run.share:.2%} of its steps", width)
     lines += difference_lines("settings", comparison.settings, width)
     lines += difference_lines("environment", [*comparison.hardware, *comparison.environment], width)
     if comparison.work:
@@ -141,10 +144,17 @@ def render_comparison(comparison: Comparison, width: int = 80) -> str:
 
 def parting_sentence(parting: Parting) -> str:
     """From which step on two runs are not the same."""
+    if parting.step is None and parting.is_searched:
+        return (
+            f"none found: loss and gradient norm are the same, bit for bit, in {parting.compared_steps:,} steps spread "
+            "over the run (--exact compares them all)"
+        )
     if parting.step is None:
         return f"none: loss and gradient norm are the same, bit for bit, in all {parting.compared_steps:,} steps"
     mine, theirs = ("unknown" if value is None else f"{value:.9g}" for value in (parting.before, parting.after))
     before = "no step before it" if parting.compared_steps == 1 else "all before it are the same, bit for bit"
+    if parting.is_searched and parting.compared_steps > 1:
+        before = "found by halves (--exact compares every step before it)"
     return f"in step {parting.step:,}: the {parting.what} of rank {parting.rank} is {mine} and {theirs}; {before}"
 
 

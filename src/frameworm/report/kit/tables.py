@@ -372,7 +372,7 @@ _UNITS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("_share", "", share),
     ("_s", "", seconds),
 )
-_SHARES = {"gpu_busy", "cpu_busy", "io_wait", "mfu", "pageable_copies", "trace_gpu_busy"}
+_SHARES = {"gpu_busy", "cpu_busy", "cpu_waiting", "cpu_stolen", "io_wait", "mfu", "pageable_copies", "trace_gpu_busy"}
 _WORTH_A_PLACE = 0.02
 # Told with the share itself.
 _OF_THE_SHARE = {"share_low", "share_high", "measured_steps"}

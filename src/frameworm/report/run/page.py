@@ -13,7 +13,6 @@ from frameworm.records.schema import RunRecord
 from frameworm.records.series import Series, SeriesPoint
 from frameworm.records.statistics import DEFAULT_WARMUP
 from frameworm.records.store import RunFolder
-from frameworm.records.writer import StepReader
 from frameworm.report.run.charts_system import thinned_samples
 from frameworm.report.run.html import render_html
 
@@ -50,12 +49,12 @@ def samples_of(folder: RunFolder) -> dict[int, list[SystemSample]]:
 
 def _read_steps(folder: RunFolder, record: RunRecord) -> list[SeriesPoint]:
     """The curves of the first rank; its slow steps go into a record that has none."""
-    files = folder.step_files()
-    if not files:
+    readers = folder.step_readers()
+    if not readers:
         return []
     series, slow = Series(), SlowSteps()
     with contextlib.suppress(RunFolderError):
-        for position, step in enumerate(StepReader(files[min(files)])):
+        for position, step in enumerate(readers[min(readers)]):
             series.add(step)
             if position >= DEFAULT_WARMUP:
                 slow.add(step)

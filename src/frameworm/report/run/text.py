@@ -49,6 +49,8 @@ def render_text(record: RunRecord, width: int = 80) -> str:
     if record.run_dir is not None:
         # Not wrapped: a path in two pieces cannot be copied.
         lines.append(f"{'folder':<{LABEL_WIDTH}}{tables.plain(record.run_dir)}")
+    if record.storage is not None and record.storage.uploaded:
+        lines.append(f"{'uploaded':<{LABEL_WIDTH}}{tables.plain(record.storage.url)}")
     return "\n".join(lines) + "\n"
 
 

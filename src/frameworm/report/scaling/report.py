@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,12 @@ class WrittenReport:
 
 
 def write_report(
-    root: Path, out: Path, warmup: int = DEFAULT_WARMUP, datasets: Sequence[str] | None = None
+    root: Path,
+    out: Path,
+    warmup: int = DEFAULT_WARMUP,
+    datasets: Sequence[str] | None = None,
+    *,
+    tell: Callable[[ScalingReport], None] = lambda report: None,
 ) -> WrittenReport:
     """Write the report of all runs below a folder.
 
@@ -44,12 +49,14 @@ def write_report(
         out: Where the files go; it is made if need be, and files of an earlier report are replaced.
         warmup: Epochs at the start of each run that are not measured.
         datasets: Data sets to take, in any spelling; None takes all.
+        tell: Gets what the report says before anything is written.
 
     Raises:
         RunFolderError: There is no such folder or no run in it, or `out` cannot be written to.
         MissingPackageError: matplotlib is not installed; everything else has been written.
     """
     report = read_report(root, warmup, datasets)
+    tell(report)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
