@@ -32,7 +32,7 @@ demo: $(STAMP)  ## train the built-in model on the built-in data, then let it be
 test: $(STAMP)  ## the tests that take seconds at most, in parallel: some minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not timing and not cluster" tests
 
-test-slow: $(STAMP)  ## all other tests, SLURM beside them; what measures delays comes last, alone: half an hour
+test-slow: $(STAMP)  ## all other tests, clusters beside them; what measures delays comes last, alone: half an hour
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m pytest -m "cluster and not timing" tests > "$$log" 2>&1 & cluster=$$!; \
 	failed=0; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not timing and not cluster" tests || failed=1; \
@@ -65,9 +65,10 @@ bench: $(STAMP)  ## the benchmarks; results go to benchmarks/results/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]' torch==2.13.0
 	@$(BIN)/python benchmarks/overhead.py
 
-campaign: $(STAMP)  ## long checks, about four hours: verdicts, kills, faults, proofs, powersgd, guard, fuzzing, equivalence, a soak
+campaign: $(STAMP)  ## long checks, about four hours: verdicts, kills, uploads, streams, faults, proofs, powersgd, guard, fuzzing, equivalence, a soak
 	@$(BIN)/python benchmarks/diagnosis.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crash_campaign.py --kills 1000
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/upload_campaign.py --kills 200
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/compression/test_compression_hook.py -k again_and_again
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/guard/test_guard_real_runs.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/engine/test_engine_fuzz.py
@@ -75,6 +76,7 @@ campaign: $(STAMP)  ## long checks, about four hours: verdicts, kills, faults, p
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof.py --device cpu --jobs 2
 	@$(BIN)/python benchmarks/fault_campaign.py --runs 1000
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/benchmarks/test_benchmark_scripts.py
+	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/data/samples/test_data_division.py tests/engine/test_engine_streams.py
 	@CAMPAIGN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 3600 tests/equivalence/test_equivalence_drawn.py
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/equivalence/table.py --check --cells $(CELLS) --seed $(SEED)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 30

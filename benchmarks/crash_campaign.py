@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from frameworm.distributed import OptimizedDataLoader
 from frameworm.engine.checkpoint.load import list_checkpoints
 from frameworm.engine.checkpoint.training_state import TrainingState
 from frameworm.errors import CheckpointError
+from frameworm.records.events import Listener
 
 STEPS, EVERY, KEEP = 14, 2, 2
 LIMIT_S = 60.0
@@ -93,8 +95,8 @@ class Began:
         os.write(self._descriptor, f"{step}\n".encode())
 
 
-def train(folder: Path, mode: str, resume: bool) -> torch.Tensor:
-    """The training of all cases; returns its parameters and buffers."""
+def train(folder: Path | str, mode: str, resume: bool, callbacks: Sequence[Listener] = ()) -> torch.Tensor:
+    """The training of all cases, into a folder or to a URL; returns its parameters and buffers."""
     torch.set_num_threads(1)
     logging.getLogger("frameworm").setLevel(logging.ERROR)  # that memory is no place to stay
     torch.manual_seed(3)
@@ -116,6 +118,7 @@ def train(folder: Path, mode: str, resume: bool) -> torch.Tensor:
         clip_norm=0.5,
         device="cpu",
         system_interval_s=None,
+        callbacks=list(callbacks),
     )
     loader = OptimizedDataLoader.create(data, 8, seed=2, num_workers=0)
     trainer.train(loader, DataLoader(data, 16), epochs=2, resume="auto" if resume else None)

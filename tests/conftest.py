@@ -218,6 +218,31 @@ def _lab_script(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def object_storage() -> Iterator[Any]:
+    """An S3 server on this machine, from benchmarks/object_server.py; also `.module`, for its proxy."""
+    path = Path(__file__).parents[1] / "benchmarks" / "object_server.py"
+    spec = importlib.util.spec_from_file_location("object_server", path)
+    assert spec is not None
+    assert spec.loader is not None
+    pytest.importorskip("moto", reason="an S3 server needs moto[server]")
+    pytest.importorskip("s3fs")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    with module.ObjectServer() as server:
+        server.module = module
+        yield server
+
+
+@pytest.fixture
+def s3(object_storage: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A prefix on that server for one test alone: s3://bucket/<its name>."""
+    for name, value in object_storage.variables().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{object_storage.module.BUCKET}/{request.node.name.partition('[')[0]}-{os.getpid()}-{id(request)}"
+
+
+@pytest.fixture(scope="session")
 def network_lab_script() -> ModuleType:
     """`scripts/network_lab.py` as a module; skips where no lab can be built."""
     return _lab_script("network_lab")

@@ -192,7 +192,10 @@ def test_no_circles_between_rooms() -> None:
     assert not circle, " -> ".join(circle)
 
 
-@pytest.mark.parametrize("module", ["engine.checkpoint.writer_process", "tune.processes.forkserver", "watch.server"])
+@pytest.mark.parametrize(
+    "module",
+    ["engine.checkpoint.writer_process", "engine.upload.service", "tune.processes.forkserver", "watch.server"],
+)
 def test_processes_that_must_start_quickly_need_no_torch(module: str) -> None:
     code = f"import sys, frameworm.{module}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

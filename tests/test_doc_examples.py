@@ -36,7 +36,9 @@ def test_all_examples_are_found() -> None:
 
 @pytest.mark.parametrize("module", [frameworm, frameworm.distributed], ids=lambda module: module.__name__)
 def test_every_public_name_is_used_in_an_example(module: object) -> None:
-    others = [(PAGE.parent / name).read_text(encoding="utf-8") for name in ("measuring.md", "communication.md")]
+    others = [
+        (PAGE.parent / name).read_text(encoding="utf-8") for name in ("measuring.md", "communication.md", "clusters.md")
+    ]
     code = "\n".join([*(code for _, code in EXAMPLES), *re.findall(r"```python\n(.*?)```", "".join(others), re.DOTALL)])
     missing = [name for name in module.__all__ if not re.search(rf"\b{name}\b", code)]  # type: ignore[attr-defined]
     assert missing == []

@@ -25,6 +25,7 @@ from frameworm.tune.analyzer.present_checklist import print_optimization_checkli
 from frameworm.tune.batch_size.find import find_optimal_batch_size
 
 if TYPE_CHECKING:
+    from frameworm.engine.ray_reports import RayReports
     from frameworm.parallel.zero_optimizer import ZeROStage1Optimizer
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "OptimizedDataLoader",
     "PerformanceMonitor",
     "PerformanceProfiler",
+    "RayReports",
     "ZeROStage1Optimizer",
     "benchmark_compression",
     "benchmark_training_step",
@@ -51,7 +53,10 @@ __all__ = [
 ]
 
 # Loaded when first asked for: torch takes a while to import its part of it.
-_HOMES = {"ZeROStage1Optimizer": "frameworm.parallel.zero_optimizer"}
+_HOMES = {
+    "RayReports": "frameworm.engine.ray_reports",
+    "ZeROStage1Optimizer": "frameworm.parallel.zero_optimizer",
+}
 
 
 def __getattr__(name: str) -> Any:

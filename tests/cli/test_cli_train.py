@@ -124,7 +124,10 @@ def test_training_ends_with_its_summary(run: Run) -> None:
 def test_run_folder_holds_what_is_promised(run: Run) -> None:
     names = {path.name for path in run.folder.iterdir()}
     files = {"config.yaml", "steps-rank0.jsonl", "epochs.csv", "summary.json", "summary.txt", "report.html"}
-    assert names == {*files, "checkpoints", "system-rank0.jsonl", "gradients.json"}
+    assert names == {*files, "checkpoints", "system-rank0.jsonl", "gradients.json", "begun.json", "train.log"}
+    lines = (run.folder / "train.log").read_text().splitlines()
+    assert lines[-1].endswith(f"completed after step 4, loss {run.summary['quality']['train_loss']:.4g}")
+    assert any("epoch 1/1  loss" in line for line in lines)
     newest = (run.folder / "checkpoints" / "latest").read_text().strip()
     assert (run.folder / "checkpoints" / newest / "manifest.json").is_file()
     assert [step.step for step in read_steps(run.folder / "steps-rank0.jsonl")] == [1, 2, 3, 4]

@@ -8,7 +8,22 @@ from typing import NoReturn
 import typer
 
 from frameworm import __version__
-from frameworm.cli import doctor, export, guard, observe, predict, report, scale, slurm, sweep, train, tune, watch
+from frameworm.cli import (
+    doctor,
+    export,
+    guard,
+    kubernetes,
+    observe,
+    predict,
+    ray,
+    report,
+    scale,
+    slurm,
+    sweep,
+    train,
+    tune,
+    watch,
+)
 from frameworm.cli.output import say
 from frameworm.errors import FramewormError
 from frameworm.launch.environment import ask_to_keep_freed_memory
@@ -32,6 +47,8 @@ guard.register(app)
 report.register(app)
 doctor.register(app)
 slurm.register(app)
+kubernetes.register(app)
+ray.register(app)
 export.register(app)
 
 

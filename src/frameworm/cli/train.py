@@ -1,4 +1,4 @@
-"""`train`, `evaluate` and `runs`."""
+"""`train`, `evaluate`, `upload` and `runs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 
 import typer
 
-from frameworm.cli.output import log_to_screen, say
+from frameworm.cli.output import log_to_screen, say, telling
 from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from frameworm.launch.plan import LaunchPlan
     from frameworm.records.schema import RunRecord
 
+_TO_END_S = 5.0  # of --stop-grace: to write the summary and leave
+
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     app.command("train")(train)
     app.command("evaluate")(evaluate)
+    app.command("upload")(upload)
     app.command("runs")(runs)
 
 
@@ -47,8 +50,15 @@ def train(
     settings: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="Change a setting: --set training.lr=1e-3"
     ),
-    out: Optional[Path] = typer.Option(None, help="Run folder; runs/<name>-<time> unless given."),  # noqa: UP045
-    resume: Optional[str] = typer.Option(None, help="Go on with a run: its folder, or auto."),  # noqa: UP045
+    out: Optional[str] = typer.Option(  # noqa: UP045
+        None,
+        metavar="DIR|URL",
+        help="Run folder; runs/<name>-<time> unless given. Of a URL (s3://bucket/runs/x): runs/<its last part>, "
+        "uploaded beside training.",
+    ),
+    resume: Optional[str] = typer.Option(  # noqa: UP045
+        None, metavar="DIR|URL|auto", help="Go on with a run: its folder, its URL, or auto."
+    ),
     log_dir: Optional[Path] = typer.Option(None, help="Folder for one log file per rank."),  # noqa: UP045
     stop_grace: float = typer.Option(30.0, min=1.0, help="Seconds that workers get to save when told to stop."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
@@ -60,6 +70,8 @@ def train(
     On two processes: frameworm train --config configs/quickstart.yaml --distributed --nproc-per-node 2
 
     The same, started again up to three times after a failure: add --max-restarts 3
+
+    With a copy in object storage, from which any machine can go on: add --out s3://bucket/runs/x --resume auto
     """
     loaded = load_runnable(config, settings)
     from frameworm.launch.plan import plan_launch
@@ -84,6 +96,10 @@ def train(
         write_to_log_of(plan.process.rank, plan.process.world_size, log_dir)
     if plan.action == "single":
         _check_alone()
+    from frameworm.launch.environment import reported_by_launcher
+
+    if reported_by_launcher():  # which ends its workers after that time
+        loaded.storage.preempted_wait_s = min(loaded.storage.preempted_wait_s, max(0.0, stop_grace - _TO_END_S))
     raise typer.Exit(_train_here(loaded, plan, out, resume, as_json))
 
 
@@ -132,7 +148,7 @@ def _launch(config: Config, plan: LaunchPlan, stop_grace_s: float, max_restarts:
     )
 
 
-def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str | None, as_json: bool) -> int:
+def _train_here(config: Config, plan: LaunchPlan, out: str | None, resume: str | None, as_json: bool) -> int:
     from frameworm.launch.environment import reported_by_launcher
     from frameworm.launch.stopping import end_at_once_on_interrupt
 
@@ -153,20 +169,21 @@ def _train_here(config: Config, plan: LaunchPlan, out: Path | None, resume: str 
             record = run(config, out=out or "auto", resume=resume)
         except (TrainingInterruptedError, TrainingPreemptedError) as stop:
             if leads:
-                _show(stop.record, as_json)
-                folder = getattr(stop.record, "run_dir", None)
-                say(f"{stop}\nresume with: {_resume_command(sys.argv[1:], str(folder))}", file=sys.stderr)
+                show_record(stop.record, as_json)
+                folder, copy = getattr(stop.record, "run_dir", None), getattr(stop.record, "storage", None)
+                place = str(folder) if copy is None else copy.url
+                say(f"{stop}\nresume with: {resume_command(sys.argv[1:], place)}", file=sys.stderr)
             cleanup()
             return stop.exit_code
         if leads:
-            _show(record, as_json)
+            show_record(record, as_json)
         cleanup()
         if record.status != "completed":
             raise TrainingFailedError(why_failed(record))
     return 0
 
 
-def _resume_command(arguments: list[str], folder: str) -> str:
+def resume_command(arguments: list[str], folder: str) -> str:
     """The command as it was given, all its settings included, to go on in the run's folder."""
     kept: list[str] = []
     remaining = iter(arguments)
@@ -178,7 +195,7 @@ def _resume_command(arguments: list[str], folder: str) -> str:
     return shlex.join(["frameworm", *kept, "--resume", folder])
 
 
-def _show(record: object, as_json: bool) -> None:
+def show_record(record: object, as_json: bool) -> None:
     from frameworm.records.schema import RunRecord
     from frameworm.report.run.text import render_text
 
@@ -187,7 +204,7 @@ def _show(record: object, as_json: bool) -> None:
 
 
 def evaluate(
-    run: Path = typer.Argument(..., help="Run folder."),
+    run: str = typer.Argument(..., metavar="RUN", help="Run folder or URL."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the run's config."),
     weights: str = typer.Option(
         "auto", help="trained, ema (averaged by training.ema), or auto: ema if the run has averaged its weights."
@@ -213,8 +230,28 @@ def evaluate(
     say(f"{run}, step {step}{of}: loss {result.loss:.4f}{accuracy}{metrics}  ({result.samples:,} samples)")
 
 
+def upload(
+    run: Path = typer.Argument(..., help="Run folder."),
+    url: str = typer.Argument(..., help="Where to: s3://bucket/runs/x, or any URL of fsspec."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Upload a run to object storage: what its training could not upload, or a run that was never uploaded.
+
+    Example: frameworm upload runs/quickstart-20260101-120000 s3://bucket/runs/quickstart
+    """
+    from frameworm.engine.upload.once import upload_run
+
+    log_to_screen(True)
+    with telling(f"uploading {run}") as tell:
+        done = upload_run(run, url, tell)
+    if as_json:
+        say(json.dumps(done))
+        return
+    say(f"{run} is at {done['url']}: {', '.join(done['checkpoints']) or 'no checkpoint'}")
+
+
 def runs(
-    root: Path = typer.Argument(Path("runs"), help="Folder that holds run folders."),
+    root: str = typer.Argument("runs", metavar="[ROOT]", help="Folder or URL that holds runs."),
     as_json: bool = typer.Option(False, "--json", help="Print the list as JSON."),
 ) -> None:
     """List the runs in a folder, newest first.
@@ -222,16 +259,17 @@ def runs(
     Example: frameworm runs
     """
     from frameworm.errors import RunFolderError
+    from frameworm.records.objects.runs import local_root, shown
     from frameworm.records.store import find_runs
 
     rows: list[dict[str, object]] = []
-    for folder in find_runs(root):
+    for folder in find_runs(local_root(root, few=True)):
         record: RunRecord | None = None
         with contextlib.suppress(RunFolderError):
             record = folder.read_summary()
         rows.append(
             {
-                "run": str(folder.path),
+                "run": shown(folder),
                 "status": "unfinished" if record is None else record.status,
                 "workload": None if record is None else record.workload,
                 "steps": None if record is None else record.steps,

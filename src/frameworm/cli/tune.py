@@ -124,7 +124,9 @@ def tune(
     allow: Optional[str] = typer.Option(  # noqa: UP045
         None,
         help="For a config approximate: keep what changes the numerics by more than rounding without a quality check. "
-        "For a script graphs: try CUDA graphs, which overwrite what the model has returned before.",
+        "For a script a list of graphs (CUDA graphs, which overwrite what the model has returned before), late_losses "
+        "(loss.item() gives the loss of the step before), static_graph (each step uses the same parameters), with "
+        "commas between them.",
     ),
     max_quality_loss: str = typer.Option(
         "0.3%,0.2points",
@@ -228,8 +230,10 @@ def _tune_script(
     from frameworm.tune.scripts.result import PATCH_NAME, TUNED_NAME, plan_in_words, write_result
     from frameworm.tune.scripts.search import ScriptSearch
 
-    if allow is not None and allow not in CONSENTS:
-        raise ConfigError(f"--allow {allow}: for a script there is only --allow {', '.join(CONSENTS)}")
+    allowed = allow.split(",") if allow else []
+    for name in allowed:
+        if name not in CONSENTS:
+            raise ConfigError(f"--allow {name}: there is no such consent for a script; there are {', '.join(CONSENTS)}")
     path = script if module is None else find_module(module)
     assert path is not None
     check_script(path)
@@ -256,7 +260,7 @@ def _tune_script(
                 module=module,
                 isolated=refused is None,
                 ranks=ranks,
-                allowed=[] if allow is None else [allow],
+                allowed=allowed,
                 tell=shown or (lambda text: say(text, file=sys.stderr, flush=True)),
             ).run()
         write_result(result, folder)

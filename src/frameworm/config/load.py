@@ -108,18 +108,18 @@ def load_config_from_mapping(
     return _build(_plain_copy(values), Origins(), [], overrides, environ, "")
 
 
-def dump_config(config: Config, without: Mapping[str, Collection[str]] | None = None) -> str:
+def dump_config(config: Config, without: Mapping[str, Collection[str] | None] | None = None) -> str:
     """The config as YAML that `load_config` reads back to an equal one.
 
     Args:
         config: Any config.
-        without: Keys to leave out, by section.
+        without: Keys to leave out, by section; None for all of a section.
 
     Raises:
         ConfigError: The model section of an own workload holds something that is no plain value.
     """
     try:
-        left_out = {section: set(keys) for section, keys in (without or {}).items()}
+        left_out: Any = {section: True if keys is None else set(keys) for section, keys in (without or {}).items()}
         return write_yaml(_plain_copy(config.model_dump(exclude=left_out)))
     except yaml.representer.RepresenterError as error:
         raise ConfigError(f"model: {show(error.args[-1])} cannot be written to YAML; use plain values") from None

@@ -48,7 +48,8 @@ class TextClassifierModelConfig(Section):
         default="auto", description="Rows of the embedding; auto takes the tokenizer's size."
     )
     init_from: Annotated[str | None, OffNone] = Field(
-        default=None, description="Safetensors file with weights to start from."
+        default=None,
+        description="Weights to start from: a safetensors file, an index of several, a save_pretrained or DCP folder.",
     )
 
     @model_validator(mode="after")
@@ -77,7 +78,8 @@ class GPTModelConfig(Section):
     )
     residual: Residual = "fp32"
     init_from: Annotated[str | None, OffNone] = Field(
-        default=None, description="Safetensors file with weights to start from."
+        default=None,
+        description="Weights to start from: a safetensors file, an index of several, a save_pretrained or DCP folder.",
     )
 
     @model_validator(mode="after")
@@ -92,7 +94,8 @@ class CustomModelConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     init_from: Annotated[str | None, OffNone] = Field(
-        default=None, description="Safetensors file with weights to start from."
+        default=None,
+        description="Weights to start from: a safetensors file, an index of several, a save_pretrained or DCP folder.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from frameworm.config.checkpoint_section import CheckpointConfig, EarlyStopConfig
+from frameworm.config.checkpoint_section import CheckpointConfig, EarlyStopConfig, StorageConfig
 from frameworm.config.describe import nearest, section_of, show, suggest
 from frameworm.config.model_sections import (
     MODEL_SECTIONS,
@@ -107,6 +107,7 @@ __all__ = [
     "ObserveConfig",
     "ParallelConfig",
     "Section",
+    "StorageConfig",
     "TargetsConfig",
     "TextClassifierModelConfig",
     "TrainingConfig",
@@ -286,6 +287,7 @@ class Config(Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="Limits on memory.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Many devices.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="A copy in object storage.")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="Writing down what happens.")
 
     # Where each value was written, so that problems found later can still name the line.

@@ -177,6 +177,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         config.seed,
         held,
         job.train.workers,
+        job.train.place,
         update.averages,
     )
     job.state = state

@@ -7,6 +7,7 @@ import logging
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +18,7 @@ from frameworm.config.resolve import growing_batch_note
 from frameworm.config.schema import Config
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.engine.checkpoint.load import check_same_model, load_newest
-from frameworm.engine.export import Exported, chosen_weights, export_compiled
+from frameworm.engine.export import Exported, chosen_weights, export_compiled, export_weights, open_for_export
 from frameworm.engine.faults.out_of_memory import Advise, planned_advice
 from frameworm.engine.gate import Gate
 from frameworm.engine.job import Ingredients, build_job
@@ -29,6 +30,7 @@ from frameworm.engine.session import run_job
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics, check_metrics
+from frameworm.engine.weight_formats import SAFETENSORS, saves_itself
 from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.resolve import resolve_here
@@ -58,7 +60,7 @@ def run(
 
     Args:
         config: The config; its `auto` values are decided here.
-        out: The run folder; `auto` for runs/<name>-<time>, None for none.
+        out: The run folder; `auto` for runs/<name>-<time>, None for none, or a URL to upload the run to.
         resume: As for `Trainer.train`.
         callbacks: Listeners beside those the config asks for.
         loggers: Trackers of your own beside those that the config names.
@@ -183,7 +185,7 @@ def export_run_compiled(
         DataError: The workload has no data to take an example from.
         ConfigError: Its config names code that the user has not.
     """
-    config = _for_inference(RunFolder.open(path), overrides)
+    config = _for_inference(open_for_export(path, which, metric), overrides)
     workload = build_workload(config)
     data = workload.train_data if workload.val_data is None else workload.val_data
     batch = next(iter(build_loader(config, workload, data, evaluation=True)), None)
@@ -191,6 +193,37 @@ def export_run_compiled(
         raise DataError(f"{path}: this workload has no data to take an example of its shapes from")
     device = config.gpu.device
     return export_compiled(path, out, workload, batch, which=which, metric=metric, device=device, weights=weights)
+
+
+def export_run(
+    path: str | Path, out: str | Path, overrides: Sequence[str] = (), *, form: str = "auto", **options: Any
+) -> Exported:
+    """`export.export_weights` for a run of the command line.
+
+    Args:
+        path: Run folder.
+        out: The file, or a folder.
+        overrides: Changes of the run's config: that of `workload` says that its code may be run to build the model.
+        form: As there; `auto` lets a model write itself if it can, its workload is named and `out` is a folder.
+        **options: As there.
+
+    Raises:
+        ConfigError: Its config names code that the user has not, or the model cannot write itself.
+    """
+    named = any(item.partition("=")[0].strip() == "workload" for item in overrides)
+    is_asked = form == "pretrained"
+    if not is_asked and not (form == "auto" and named and Path(out).suffix != SAFETENSORS):
+        return export_weights(path, out, form="safetensors" if form == "auto" else form, **options)
+    folder = open_for_export(path, options.get("which", "latest"), options.get("metric", "val_loss"))
+    workload = build_workload(_for_inference(folder, overrides))
+    if saves_itself(workload.model):
+        return export_weights(path, out, form="pretrained", workload=workload, **options)
+    if is_asked:
+        raise ConfigError(
+            f"{type(workload.model).__name__} has no method save_pretrained, which would write its config; use the "
+            "format safetensors"
+        )
+    return export_weights(path, out, **options)
 
 
 def evaluate_run(
@@ -209,7 +242,7 @@ def evaluate_run(
         CheckpointError: It has no checkpoint that can be read.
         ConfigError: Its config names code that the user has not.
     """
-    folder = RunFolder.open(path)
+    folder = open_for_export(path, "latest", "val_loss")
     config = _for_inference(folder, overrides)
     workload = build_workload(config)
     if workload.val_data is None:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from frameworm.config.schema import Config
-from frameworm.errors import ConfigError, MissingPackageError, RunFolderError
+from frameworm.engine.upload.places import begin_at, folder_for, go_on_at, go_on_in, run_at, unfinished_at
+from frameworm.engine.upload.run_uploads import NoUploads, RunUploads
+from frameworm.engine.upload.uploader import Ownership
+from frameworm.errors import FramewormError, RunFolderError
 from frameworm.launch.environment import launch_id
 from frameworm.launch.process_group import broadcast_object
 from frameworm.observe.loggers.named import make_loggers
@@ -19,11 +22,13 @@ from frameworm.records.events import Listener
 from frameworm.records.experiments import read_experiment, write_experiment
 from frameworm.records.gradients import GradientTimes
 from frameworm.records.launches import begun_by, take_back, write_launch
+from frameworm.records.objects.place import check_url, is_url
 from frameworm.records.schema import EpochRecord, RunRecord, StepRecord, json_ready
 from frameworm.records.series import SeriesPoint
 from frameworm.records.store import RunFolder, unfinished_runs
 from frameworm.records.writer import JsonLinesWriter, StepReader
 from frameworm.report.run.html import render_html
+from frameworm.report.run.log import RunLog
 from frameworm.report.run.page import samples_of
 from frameworm.report.run.progress import Mfu, ProgressLine
 from frameworm.report.run.text import render_text
@@ -40,6 +45,7 @@ class RunOutput:
         resumed: The folder holds a run to go on with.
         experiment: What to write down for a later `resume="auto"`, if anything.
         loggers: Trackers that are told of the run, on rank 0.
+        uploads: Copies the folder to object storage, on rank 0; None: nothing does.
     """
 
     def __init__(
@@ -53,8 +59,10 @@ class RunOutput:
         world_size: int,
         experiment: dict[str, str] | None = None,
         loggers: Sequence[NamedLogger] = (),
+        uploads: RunUploads | NoUploads | None = None,
     ) -> None:
         self.folder = folder
+        self.uploads = uploads or NoUploads()
         self.resumed = resumed
         self._config = config
         self._show_progress = show_progress
@@ -64,6 +72,7 @@ class RunOutput:
         self._writer: JsonLinesWriter | None = None
         self._named_loggers = loggers
         self._loggers: RunLoggers | None = None
+        self._log: RunLog | None = None
         self._earlier_steps = self._seen_steps = 0
 
     def listeners(
@@ -81,6 +90,10 @@ class RunOutput:
             found.append(self._writer)
         if self.folder is not None and rank == 0:
             found.append(EpochTable(self.folder))
+            with contextlib.suppress(OSError):
+                epochs = self._config.training.epochs
+                self._log = RunLog(self.folder.train_log, total_steps, epochs, self._world_size, mfu)
+                found.append(self._log)
         if self._named_loggers and rank == 0:
             points = StepPoints(self._config.observe.log_interval_s, self._world_size, mfu, memory)
             ids = None if self.folder is None else RunIds(self.folder.path)
@@ -112,11 +125,20 @@ class RunOutput:
             self.folder.write_config(text)
             if self._experiment is not None:
                 write_experiment(self.folder.path, self._experiment)
+            self.uploads.start(self._config)
+
+    def write_begun(self, record: RunRecord) -> None:
+        """Write what is known of the run so far, for those who watch it; a disk that refuses does not stop it."""
+        if self.folder is not None and self._rank == 0:
+            with contextlib.suppress(RunFolderError):
+                self.folder.write_begun(record)
 
     def abandon(self) -> None:
         """Take back the folder of a run that could not begin; one with anything in it stays."""
         self.close()
+        self.close_log()
         if self.folder is not None and self._rank == 0 and not self.resumed:
+            self.folder.train_log.unlink(missing_ok=True)
             take_back(self.folder.path)
 
     def flush_steps(self) -> None:
@@ -138,6 +160,12 @@ class RunOutput:
         """The records a resumed run already has."""
         path = None if self.folder is None else self.folder.steps(rank)
         return iter(StepReader(path)) if path is not None and path.exists() else iter(())
+
+    def close_log(self) -> None:
+        """Finish the log, the last thing that a run writes."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def close(self) -> list[str]:
         """Finish writing steps; returns what was lost, in words, here and by the loggers so far."""
@@ -172,6 +200,12 @@ class RunOutput:
             record.notes.append(str(error))
             log.warning("%s", error)
 
+    def rewrite_summary(self, record: RunRecord) -> None:
+        """Write the summary once more, with what became known after it was written."""
+        if self.folder is not None:
+            with contextlib.suppress(RunFolderError):  # said when it was first written
+                self.folder.write_summary(record, render_text(record))
+
 
 class EpochTable(Listener):
     """Keeps epochs.csv up to date while the run goes on."""
@@ -202,7 +236,8 @@ def open_output(
     """Find or make the run folder on rank 0 and tell the others.
 
     Args:
-        run_dir: A folder, `auto` for runs/<name>-<time>, or None for no folder at all.
+        run_dir: A folder, `auto` for runs/<name>-<time>, None for no folder at all, or a URL: the folder is then
+            runs/<last part of the URL>, and is uploaded to it.
         resume: None to begin anew; `auto` for the run in `run_dir`, else the newest unfinished of that name; or one.
         experiment: What a run that nobody named is known by; None: its name is enough.
         loggers: Trackers of the caller's own, beside those that the config names.
@@ -214,14 +249,17 @@ def open_output(
     """
     named: list[NamedLogger] = []
     choice: tuple[str | None, bool] | Exception = (None, False)
+    uploads: RunUploads | None = None
     if rank == 0:
         try:
             named = make_loggers(config.observe, loggers, has_folder=run_dir is not None or resume is not None)
-            folder, resumed = _choose(config, run_dir, resume, experiment)
+            folder, resumed, ownership = _choose(config, run_dir, resume, experiment)
             if folder is not None and resumed:
                 folder.refuse_links()
+            if folder is not None and ownership is not None:
+                uploads = RunUploads(folder, ownership)
             choice = (None if folder is None else str(folder.path), resumed)
-        except (RunFolderError, MissingPackageError, ConfigError) as error:
+        except FramewormError as error:
             choice = error
     choice = broadcast_object(choice)
     if isinstance(choice, Exception):
@@ -237,38 +275,114 @@ def open_output(
         world_size=world_size,
         experiment=experiment,
         loggers=named,
+        uploads=uploads,
     )
 
 
 def _choose(
     config: Config, run_dir: str | Path | None, resume: str | Path | None, experiment: dict[str, str] | None
-) -> tuple[RunFolder | None, bool]:
-    out = None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
+) -> tuple[RunFolder | None, bool, Ownership | None]:
+    """The run folder, whether it holds a run to go on with, and where in object storage its copy is to be."""
+    out = None if run_dir is None or str(run_dir) == "auto" else run_dir
     launch = launch_id()
     if launch is not None and run_dir is not None:
         begun = _begun_by(launch, out, resume)
         if begun is not None:
-            return begun, True
-    folder, resumed = _choose_anew(config, out, run_dir, resume, experiment)
-    if launch is not None and folder is not None:
-        write_launch(folder.path, launch)
-    return folder, resumed
+            return begun, True, _still_copied_to(config, begun, out if resume is None else resume)
+    url = _url_to_go_on_with(config, out, run_dir, resume, named=experiment is None)
+    ownership: Ownership | None
+    if url is not None:
+        folder, ownership = go_on_at(url, RUNS)
+        found: tuple[RunFolder | None, bool, Ownership | None] = (folder, True, ownership)
+    elif is_url(out):
+        if resume is not None:
+            log.info("no run at %s to resume: starting afresh", out)
+        ownership = begin_at(str(out))
+        folder = RunFolder.create(folder_for(ownership.url, RUNS), config.name)
+        ownership.write(folder.path)
+        found = (folder, False, ownership)
+    else:
+        chosen, resumed = choose_folder(config, run_dir, resume, experiment)
+        found = (chosen, resumed, None if chosen is None else _copied_to(config, chosen, resumed=resumed))
+    if found[0] is not None and found[2] is not None:
+        log.info("%s is uploaded to %s", found[0].path, found[2].url)
+    if launch is not None and found[0] is not None:
+        write_launch(found[0].path, launch)
+    return found
 
 
-def _begun_by(launch: str, out: Path | None, resume: str | Path | None) -> RunFolder | None:
+def _url_to_go_on_with(
+    config: Config, out: str | Path | None, run_dir: str | Path | None, resume: str | Path | None, *, named: bool
+) -> str | None:
+    """The URL of the run to go on with, if it is in object storage; one that is not given is looked for by its name."""
+    if is_url(resume):
+        if out is not None and str(out).rstrip("/") != str(resume).rstrip("/"):
+            raise RunFolderError(f"a run goes on in its own place, which is {resume}, not {out}; leave --out out")
+        return str(resume)
+    if resume is None or str(resume) != "auto":
+        return None
+    if is_url(out):
+        return str(out) if run_at(str(out), RUNS) else None
+    root = config.storage.url
+    if root is None or not named or run_dir is None or out is not None or any(unfinished_runs(RUNS, config.name)):
+        return None
+    return next(unfinished_at(root, config.name), None)
+
+
+def _copied_to(config: Config, folder: RunFolder, *, resumed: bool) -> Ownership | None:
+    """Where the config has a local folder uploaded to; the folder may come from anywhere, and decides nothing."""
+    noted = go_on_in(folder.path) if resumed else None
+    root = config.storage.url
+    if root is None:
+        if noted is not None:
+            log.warning(
+                "%s was uploaded to %s; this training is not, unless you resume it by that URL", folder.path, noted.url
+            )
+        return None
+    if noted is None or not noted.url.startswith(f"{root.rstrip('/')}/"):
+        try:
+            noted = begin_at(f"{root.rstrip('/')}/{folder.path.resolve().name}")
+        except BaseException:
+            if not resumed:
+                take_back(folder.path)
+            raise
+    noted.write(folder.path)
+    return noted
+
+
+def _still_copied_to(config: Config, folder: RunFolder, given: str | Path | None) -> Ownership | None:
+    """The same for a run whose workers were started again."""
+    noted = go_on_in(folder.path)
+    if noted is not None and is_url(given) and noted.url == check_url(str(given)):
+        return noted
+    return _copied_to(config, folder, resumed=True)
+
+
+def _begun_by(launch: str, out: str | Path | None, resume: str | Path | None) -> RunFolder | None:
     """The run that this launch began before its workers were started again."""
-    given = out if resume is None or str(resume) == "auto" else Path(resume)
+    wanted = out if resume is None or str(resume) == "auto" else resume
+    given = None if wanted is None else folder_for(str(wanted), RUNS) if is_url(wanted) else Path(wanted)
     begun = begun_by(launch, (RUNS.iterdir() if RUNS.is_dir() else ()) if given is None else [given])
     return None if begun is None else RunFolder(begun)
 
 
-def _choose_anew(
+def _named(run_dir: str | Path | None) -> Path | None:
+    """The folder that is given, if one is."""
+    return None if run_dir is None or str(run_dir) == "auto" else Path(run_dir)
+
+
+def choose_folder(
     config: Config,
-    out: Path | None,
     run_dir: str | Path | None,
     resume: str | Path | None,
-    experiment: dict[str, str] | None,
+    experiment: dict[str, str] | None = None,
 ) -> tuple[RunFolder | None, bool]:
+    """The run folder, made unless it holds a run to go on with, and whether it does; arguments as for `open_output`.
+
+    Raises:
+        RunFolderError: The folder is taken, missing or cannot be written.
+    """
+    out = _named(run_dir)
     if resume is not None and str(resume) != "auto":
         if out is not None and out.resolve() != Path(resume).resolve():
             raise RunFolderError(f"a run goes on in its own folder, which is {resume}, not {out}; leave --out out")

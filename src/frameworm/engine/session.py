@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from frameworm.config.load import dump_config
@@ -30,9 +31,10 @@ from frameworm.hardware.products import achievable_flops
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
 from frameworm.records.atomic import not_world_writable
-from frameworm.records.schema import CheckpointStatistics, RunRecord
+from frameworm.records.schema import CheckpointStatistics, Communication, RunRecord
 
 log = logging.getLogger("frameworm")
+_AFTER_FAILURE_S = 15.0  # for uploads: when one rank has failed, a launcher ends the others 20 s later
 
 
 def run_job(job: Job) -> RunRecord:
@@ -62,6 +64,7 @@ class TrainingSession:
         self._protection = build_protection(job, self._parts, self._output)
         self._state, self._store = self._parts.state, self._output.store
         self._saved_step: int | None = None
+        self._whole = False
         self._loop = self._make_loop()
         scheduled, averages = self._parts.update.schedule.note, self._parts.update.averages
         averaged = None if averages is None or job.validation is None else averages.note
@@ -142,11 +145,28 @@ class TrainingSession:
         # Signals are caught to the end: who stops a run that is writing its results down must not take them from it.
         protection, model = self._protection, self._model
         with contextlib.ExitStack() as around:
-            for part in (not_world_writable(), protection.watchdog, protection.request):
+            for part in (not_world_writable(), protection.request, self._uploaded_at_the_end(), protection.watchdog):
                 around.enter_context(part)
             around.enter_context(model.compiler.eager_if_it_fails())
             around.enter_context(model.attention)
             return self._run()
+
+    @contextlib.contextmanager
+    def _uploaded_at_the_end(self) -> Iterator[None]:
+        """Wait for uploads once the run is over, however it ended; a Ctrl-C from then on ends the wait."""
+        try:
+            yield
+        finally:
+            output, request = self._output.run, self._protection.request
+            before = min(request.interrupts, 1)  # whoever has pressed twice does not wait
+            storage = self._job.config.storage
+            limit_s = storage.wait_s
+            if self.record.status == "preempted":
+                limit_s = max(0.0, storage.preempted_wait_s - request.asked_s_ago)
+            if not self._whole:
+                limit_s = min(limit_s, _AFTER_FAILURE_S)
+            with contextlib.suppress(KeyboardInterrupt):
+                output.uploads.finish(self.record, output.rewrite_summary, lambda: request.interrupts > before, limit_s)
 
     def _run(self) -> RunRecord:
         output, events = self._output.run, self._output.events
@@ -155,8 +175,11 @@ class TrainingSession:
                 self._resume()
             except BaseException:
                 output.close()
+                output.close_log()
                 raise
         output.write_config(dump_config(self._job.config))
+        self._write_begun()
+        self._parts.flops.counted = self._write_begun
         status = "failed"
         try:
             with self._protection.guard, self._protection.explainer():
@@ -201,6 +224,14 @@ class TrainingSession:
         if status != "completed":
             raise stop_error(self.record)
         return self.record
+
+    def _write_begun(self) -> None:
+        """Leave what is known before the end: a run that is killed has no summary."""
+        strategy = self._job.strategy
+        sent = Communication(bytes_per_step=strategy.communicated_bytes(self._job.model))
+        flops = self._parts.flops.expected(strategy.world_size)
+        record = dataclasses.replace(self.record, status="running", flops=flops, communication=sent)
+        self._output.run.write_begun(record)
 
     def _validate(self) -> dict[str, Evaluation]:
         job, parts = self._job, self._parts
@@ -281,6 +312,7 @@ class TrainingSession:
 
     def _finish(self, status: str, *, whole: bool) -> None:
         """Fill in the record and write the run folder; `whole` says that all ranks are here to add up figures."""
+        self._whole = whole
         if self._store is not None:
             # Before the ranks meet: rank 0, whose store they all ask, does not leave while another still waits.
             self._store.close() if whole else self._store.abandon()
@@ -354,3 +386,4 @@ class TrainingSession:
             judge_run(self.record, output.tally, self._job.config)
             output.run.write_results(self.record, aggregate.series(), dump_config(self._job.config))
         output.events.on_run_end(self.record)
+        output.run.close_log()

@@ -14,11 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
+from frameworm.config.keys import dotted
 from frameworm.config.model_sections import PYTHON_WORKLOAD, PythonModelConfig
+from frameworm.config.problems import problems_of
 from frameworm.config.schema import Config, Section
 from frameworm.errors import ConfigError
 
-SECTIONS = ("training", "gpu", "memory", "parallel", "checkpoint", "observe")
+SECTIONS = ("training", "gpu", "memory", "parallel", "checkpoint", "storage", "observe")
 TOP_LEVEL = ("name", "seed")
 OLDER_SPELLINGS = {"gradient_accumulation_steps": "accumulation", "device_type": "device"}
 
@@ -68,5 +70,7 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
         try:
             setattr(target, name, value)
         except ValidationError as error:
-            raise ConfigError(f"{given}={value!r}: {error.errors()[0]['msg']}") from None
+            found = problems_of(error, type(target))
+            lines = [f"{dotted((given, *problem.keys[0][1:]))}: {problem.text}" for problem in found]
+            raise ConfigError("\n".join(lines)) from None
     return config

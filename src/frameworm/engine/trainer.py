@@ -13,6 +13,7 @@ from torch import nn
 
 from frameworm.config.checks import check_parallel
 from frameworm.config.schema import Config
+from frameworm.engine.export import TYPES, WEIGHTS
 from frameworm.engine.given import check_callbacks, check_given, check_loader, check_loggers
 from frameworm.engine.inference import Inference, Trained
 from frameworm.engine.job import Ingredients, backend_of, build_job
@@ -24,6 +25,7 @@ from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
 from frameworm.engine.step.metrics import check_metrics
 from frameworm.engine.summary import why_failed
+from frameworm.engine.weight_formats import MAX_SHARD_SIZE, saves_itself
 from frameworm.errors import CheckpointError, ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.launch.stopping import StopRequest
@@ -57,6 +59,7 @@ class Trainer:
             `early_stop`, `checkpoint.metric` and `schedule_metric` can watch.
         loggers: Trackers that rank 0 tells of the run: `tensorboard`, `wandb`, `mlflow`, `trackio`, `csv`, or objects
             that follow `frameworm.Logger`; None for those that the config names.
+        processing_class: The tokenizer or processor that the model goes with; `export` writes it beside the model.
         run_dir: Where the run is written down: a folder, `auto` for `runs/<name>-<time>`, or None for nowhere.
         **settings: Fields of the config by name, e.g. `clip_norm=1.0`, `accumulation=4`, `seed=0`, `every_steps=100`,
             or a section, `gpu=GPUConfig(...)`.
@@ -78,6 +81,7 @@ class Trainer:
         callbacks: Sequence[Listener] | None = (),
         metrics: Mapping[str, Any] | None = None,
         loggers: Sequence[str | Logger] | None = None,
+        processing_class: Any = None,
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:
@@ -103,6 +107,12 @@ class Trainer:
         self._trained: Trained | None = None
         self._running: StopRequest | None = None  # of the training that runs
         self._record: RunRecord | None = None
+        if processing_class is not None and not saves_itself(processing_class):
+            raise ConfigError(
+                f"processing_class is a {type(processing_class).__name__}, which has no method save_pretrained to be "
+                "exported with; give a tokenizer or processor of the model's library"
+            )
+        self._processing_class = processing_class
         self._run_dir = run_dir
         self._began = False
         self._averages: AveragedWeights | None = None
@@ -291,13 +301,53 @@ class Trainer:
         """
         self._inference("save").save(Path(path))
 
+    def export(
+        self,
+        path: str | Path,
+        *,
+        format: str = "auto",
+        dtype: str | None = None,
+        weights: str = "auto",
+        max_shard_size: str | int = MAX_SHARD_SIZE,
+    ) -> None:
+        """Write the model for others to load; all ranks must call it.
+
+        Args:
+            path: A new folder, or a file that ends in `.safetensors`.
+            format: `pretrained`: as the model's own `save_pretrained` writes it, with its config, and with
+                `processing_class` beside it. `safetensors`: its weights by their names. `dcp`: a folder of
+                torch.distributed.checkpoint, of which each rank writes its part. `auto`: the first for a folder and a
+                model that has the method, else the second.
+            dtype: `fp32`, `bf16` or `fp16`; None: as the model was trained.
+            weights: `trained`, `ema` (averaged ones), or `auto`: averaged if the training has averaged them.
+            max_shard_size: Most bytes of one safetensors file, such as `5GB`; more are several files with an index.
+
+        Raises:
+            RunFolderError: Something is there, or it cannot be written.
+            ConfigError: There are no averaged weights, or an argument is none of these.
+            ModelError: The model cannot write itself, or not these weights.
+        """
+        if dtype is not None and dtype not in TYPES:
+            raise ConfigError(f"export takes the dtypes {', '.join(TYPES)}, not {dtype}")
+        if weights not in WEIGHTS or (weights == "ema" and self._averages is None):
+            raise ConfigError(
+                f"export takes the weights {', '.join(WEIGHTS)}, not {weights}"
+                if weights not in WEIGHTS
+                else "export(weights='ema') needs averaged weights, and there are none: train with ema"
+            )
+        inference = self._inference("export")
+        with contextlib.nullcontext() if weights == "trained" else self._with_averages():
+            kind = None if dtype is None else TYPES[dtype]
+            inference.export(Path(path), format, kind, self._processing_class, max_shard_size)
+
     def load(self, path: str | Path) -> int | None:
         """Give model and optimizer the values that were saved, under any strategy and number of ranks.
 
         Args:
-            path: What `save` wrote, a run folder (its newest checkpoint), one checkpoint of a run, or a .safetensors
-                file (weights alone). `best` and `latest` are checkpoints of this trainer's last run; for `best` train
-                with `keep_best=1`. To go on with a run as if it had not stopped, use `train(resume=...)`.
+            path: What `save` wrote, a run folder (its newest checkpoint), one checkpoint of a run, or weights alone: a
+                .safetensors file, an index of several, or a folder with either or of torch.distributed.checkpoint.
+                `best` and `latest` are checkpoints of this trainer's last run; for `best` train with `keep_best=1`. To
+                go on with a run as if it had not stopped, use `train(resume=...)`.
 
         Returns:
             The step after which the values were saved; None where that is not known.

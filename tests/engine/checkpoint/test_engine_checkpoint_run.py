@@ -32,7 +32,7 @@ from frameworm.engine.export import export_weights
 from frameworm.engine.settings import apply_settings
 from frameworm.errors import CheckpointError, ConfigError, MissingPackageError, RunFolderError, TrainingPreemptedError
 from frameworm.launch.stopping import StopAgreement, StopRequest
-from frameworm.models.workloads import load_weights
+from frameworm.models.weight_files import load_weights
 from frameworm.records.schema import EpochRecord, StepRecord
 
 

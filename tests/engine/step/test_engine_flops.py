@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engine.workbench import classification, mlp
 from frameworm import Trainer
+from frameworm.attach.record import stored_record
 from frameworm.config.load import load_config
 from frameworm.engine.memory.dry_run import DryRun
 from frameworm.engine.run import run
@@ -37,6 +38,33 @@ def test_a_run_says_its_flops_and_on_a_cpu_no_share_of_a_peak(accumulation: int,
     assert sum(item.share for item in record.flops.products) == pytest.approx(1)
     stored = RunFolder.open(tmp_path / "run").read_summary()
     assert stored.flops == record.flops
+
+
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+def test_what_a_run_says_while_it_goes_on_is_what_its_summary_says(kind: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    seen: list[tuple[int, Flops | None]] = []
+
+    class Reader:
+        def on_step(self, step: Any) -> None:
+            seen.append((step.step, folder.read_begun().flops))
+
+    if kind == "tokens":
+        config = load_config("configs/quickstart.yaml", settings(**{"data.limit": 2000, "training.epochs": 1}))
+        record = run(config, out=folder.path, callbacks=[Reader()])
+    else:
+        record = train(mlp(), run_dir=folder.path, callbacks=[Reader()])
+    assert [step for step, flops in seen if flops is None] == ([1] if kind == "tokens" else [1, 2])
+    early = seen[-1][1]
+    assert early is not None
+    assert early.model == record.flops.model
+    assert early.per_step == pytest.approx(record.flops.per_step, rel=0.3 if kind == "tokens" else 0)
+    (folder.path / "summary.json").unlink()
+    killed = stored_record(folder)
+    assert killed.flops is not None
+    assert killed.flops.per_step == pytest.approx(record.flops.per_step)
+    assert killed.flops.per_s == pytest.approx(record.flops.per_s)
+    assert (killed.device, killed.parameters, killed.started) == (record.device, record.parameters, record.started)
 
 
 def test_products_of_the_optimizer_do_not_count() -> None:

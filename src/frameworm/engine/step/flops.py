@@ -36,6 +36,7 @@ class FlopWatch:
         unseen: Why they can be counted in no way; None: they can.
 
     Attributes:
+        counted: Called once, when the count is complete.
         notes: What the summary has to say about the count.
     """
 
@@ -49,7 +50,8 @@ class FlopWatch:
         self._device = device
         self._mark = mark
         self._dry = dry
-        self._steps = 0
+        self.counted: Callable[[], None] = lambda: None
+        self._steps = self._counted_steps = 0
         self._total = FlopCount()
         self._samples = 0
         self._tokens, self._padded, self._squared, self._padded_squared = 0, 0, 0.0, 0.0
@@ -71,6 +73,7 @@ class FlopWatch:
             result = step.compute(batch)
             for micro in batch.batches:
                 self._take(self._dry(micro), micro)
+        self._counted_steps += 1
         self._samples += batch.local_samples
         if batch.tokens is not None:
             padded = batch.padded_tokens or batch.tokens
@@ -78,10 +81,11 @@ class FlopWatch:
             self._padded += padded
             self._squared += batch.tokens**2 / batch.local_samples
             self._padded_squared += padded**2 / batch.local_samples
+        self._settle()
         if self._steps >= _LAST or self._tokens:
             step.flops = None
             self.over = True
-        self._settle()
+            self.counted()
         return result
 
     def _count(self, step: TrainStep, batch: StepBatch) -> StepResult:
@@ -159,6 +163,19 @@ class FlopWatch:
             precision=self.precision,
             peak_per_s=None if self.peak_per_s is None else self.peak_per_s * world_size,
             products=[MatrixProduct(*shape, share=part / total.total) for shape, part in largest],
+            model=self.model,
+        )
+
+    def expected(self, world_size: int) -> Flops | None:
+        """What can be said while the run goes on: later steps and other ranks are taken to be like those counted."""
+        if self.model is None:
+            return None
+        tokens = (self._tokens, self._squared) if self._tokens else (None, None)
+        return Flops(
+            per_step=self.model.of(self._samples, *tokens) / self._counted_steps * world_size,
+            precision=self.precision,
+            peak_per_s=None if self.peak_per_s is None else self.peak_per_s * world_size,
+            model=self.model,
         )
 
 
