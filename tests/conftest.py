@@ -74,6 +74,25 @@ def no_thread_left_behind() -> Iterator[None]:
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
+@pytest.fixture
+def left_behind() -> Callable[[], list[int]]:
+    """Tells which processes below this one lead a session of their own, as trials do, and began in this test.
+
+    Servers that fixtures of the whole session keep are older.
+    """
+
+    def leaders() -> set[int]:
+        found = set()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if child.status() != psutil.STATUS_ZOMBIE and os.getsid(child.pid) == child.pid:
+                    found.add(child.pid)
+        return found
+
+    before = leaders()
+    return lambda: sorted(leaders() - before)
+
+
 def kill_tree(pid: int) -> None:
     """End a process and all that it started, also those that left its process group."""
     try:

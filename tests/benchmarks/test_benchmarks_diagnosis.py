@@ -58,6 +58,23 @@ def test_right_and_wrong_are_counted(diagnosis: ModuleType) -> None:
     assert summary["false_findings_on_healthy"] == {"healthy_compute": ["input_bound"]}
 
 
+def test_what_other_processes_do_is_no_fault_of_a_case(diagnosis: ModuleType) -> None:
+    def found(code: str, **evidence: float) -> dict[str, Any]:
+        return {"code": code, "severity": "warning", "share": 0.2, "evidence": evidence}
+
+    others, crowd = found("cpu_oversubscribed", cores_of_others=1.5), found("cpu_oversubscribed", torch_threads=16.0)
+    slow = found("input_bound")
+
+    def judged(verdict: str, *findings: dict[str, Any]) -> tuple[str, list[str]]:
+        left = diagnosis.apart_from_others({"verdict": verdict, "findings": list(findings), "notes": []})
+        return left["verdict"], diagnosis.warnings_of(left)
+
+    assert judged("cpu_oversubscribed", others) == ("healthy", [])
+    assert judged("cpu_oversubscribed", others, slow) == ("input_bound", ["input_bound"])
+    assert judged("input_bound", slow, others) == ("input_bound", ["input_bound"])
+    assert judged("cpu_oversubscribed", crowd, slow) == ("cpu_oversubscribed", ["cpu_oversubscribed", "input_bound"])
+
+
 def test_a_case_that_hangs_is_ended_and_counts_as_failed(diagnosis: ModuleType) -> None:
     found = diagnosis.run_case(diagnosis.Case("leak", "memory_growth", "", lambda folder, rank: None, deadline_s=0.5))
     assert found["verdict"] == "failed"

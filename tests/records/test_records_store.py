@@ -78,6 +78,12 @@ def test_out_with_a_run_is_refused(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", [".launch", ".storage.json", ".config.yaml.0123456789abcdef.tmp"])
+def test_out_with_what_a_kill_left_before_there_was_a_run_is_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("left")
+    assert RunFolder.create(tmp_path, "run").path == tmp_path
+
+
 def test_out_with_other_files_or_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "thesis.tex"
     file.write_text("kept")

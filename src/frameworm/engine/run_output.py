@@ -90,10 +90,11 @@ class RunOutput:
             found.append(self._writer)
         if self.folder is not None and rank == 0:
             found.append(EpochTable(self.folder))
-            with contextlib.suppress(OSError):
-                epochs = self._config.training.epochs
-                self._log = RunLog(self.folder.train_log, total_steps, epochs, self._world_size, mfu)
-                found.append(self._log)
+            epochs = self._config.training.epochs
+            self._log = RunLog(self.folder.train_log, total_steps, epochs, self._world_size, mfu)
+            found.append(self._log)
+            if self.resumed:
+                self._begin_log()
         if self._named_loggers and rank == 0:
             points = StepPoints(self._config.observe.log_interval_s, self._world_size, mfu, memory)
             ids = None if self.folder is None else RunIds(self.folder.path)
@@ -125,7 +126,13 @@ class RunOutput:
             self.folder.write_config(text)
             if self._experiment is not None:
                 write_experiment(self.folder.path, self._experiment)
+            self._begin_log()
             self.uploads.start(self._config)
+
+    def _begin_log(self) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # such a disk is told of by those who write more important things
+                self._log.begin()
 
     def write_begun(self, record: RunRecord) -> None:
         """Write what is known of the run so far, for those who watch it; a disk that refuses does not stop it."""
@@ -138,7 +145,6 @@ class RunOutput:
         self.close()
         self.close_log()
         if self.folder is not None and self._rank == 0 and not self.resumed:
-            self.folder.train_log.unlink(missing_ok=True)
             take_back(self.folder.path)
 
     def flush_steps(self) -> None:

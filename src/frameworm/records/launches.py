@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from frameworm.records.atomic import write_atomic
 from frameworm.records.reading import read_text
 
 NAME = ".launch"
-_NOTES = (NAME, ".storage.json")
+# What a run leaves that was killed before it wrote its config: notes, and files that were to take another's place.
+_BEFORE_A_RUN = re.compile(r"\.launch|\.storage\.json|\..+\.tmp")
 
 
 def write_launch(folder: Path, launch: str) -> None:
@@ -35,11 +37,16 @@ def begun_by(launch: str, folders: Iterable[Path]) -> Path | None:
     return next((folder for folder in folders if read_launch(folder) == launch), None)
 
 
+def is_before_a_run(name: str) -> bool:
+    """Whether a file of that name may be in a folder in which no run has begun yet."""
+    return _BEFORE_A_RUN.fullmatch(name) is not None
+
+
 def take_back(folder: Path) -> None:
     """Remove the folder of a run that could not begin; one with anything else in it stays as it is."""
     with contextlib.suppress(OSError):
         notes = list(folder.iterdir())
-        if all(path.name in _NOTES for path in notes):
+        if all(is_before_a_run(path.name) for path in notes):
             for path in notes:
                 path.unlink()
         folder.rmdir()

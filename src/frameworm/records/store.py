@@ -18,6 +18,7 @@ import yaml
 
 from frameworm.errors import RunFolderError
 from frameworm.records.atomic import refuse_link, replacing, write_atomic
+from frameworm.records.launches import is_before_a_run
 from frameworm.records.reading import MOST_BYTES, MOST_CONFIG_BYTES, parse_json, read_lines, read_text
 from frameworm.records.schema import EpochRecord, RunRecord
 from frameworm.records.writer import StepReader, parse_step
@@ -401,7 +402,7 @@ def _refuse_unless_empty(folder: RunFolder) -> None:
         raise RunFolderError(
             f"{folder.path} already holds a run; go on with it by --resume auto, or give another --out"
         )
-    entry = next(folder.path.iterdir(), None)
+    entry = next((entry for entry in folder.path.iterdir() if not is_before_a_run(entry.name)), None)
     if entry is not None:
         raise RunFolderError(
             f"{folder.path} is not empty (it has {entry.name}); give an empty or a new folder as --out"

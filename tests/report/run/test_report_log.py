@@ -21,6 +21,8 @@ def test_lines_have_the_time_and_no_control_characters(tmp_path: Path, capsys: p
     log = logging.getLogger("frameworm")
     made = RunLog(tmp_path / "train.log", 100, 3, 1)
     made.on_epoch(EpochRecord(1, 2.5, 0.5, 0.6, 0.9, 1500.0, {"f1": 0.75}))
+    assert not (tmp_path / "train.log").exists(), "it would not be empty for a run that goes on"
+    made.begin()
     log.warning("two\nlines \x1b[31m")
     made.close()
     log.warning("not heard")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from batch_workloads import SAMPLE_BYTES, Broken, Eater, config_of, data, train_an_epoch
@@ -51,14 +50,8 @@ def find(workload: str, world_size: int = 1, deadline_s: float = 60.0, most: int
     return finder.run()
 
 
-def strays() -> list[int]:
-    """Processes of trials that are still there: children of the server that trials are forked from."""
-    own = psutil.Process().children(recursive=True)
-    return [one.pid for one in own if one.is_running() and one.status() != "zombie" and os.getsid(one.pid) == one.pid]
-
-
 @pytest.mark.slow
-def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> None:
+def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch(left_behind: Callable[[], list[int]]) -> None:
     report = find("eater")
     assert report.verified
     assert report.largest is not None
@@ -70,7 +63,7 @@ def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> Non
     assert {trial.outcome for trial in report.trials} == {"fits", "host_oom"}
     assert report.limit_name is not None
     assert report.trials[-1].steps == 12
-    assert strays() == []
+    assert left_behind() == []
     for size, code in ((report.largest, 0), (report.ends_below + 8, 7)):
         process = warm_up().Process(target=train_an_epoch, args=(size, LIMIT_BYTES))
         process.start()
@@ -79,7 +72,7 @@ def test_the_largest_under_a_limit_is_verified_and_then_trains_an_epoch() -> Non
 
 
 @pytest.mark.slow
-def test_a_hog_on_one_rank_decides_for_all() -> None:
+def test_a_hog_on_one_rank_decides_for_all(left_behind: Callable[[], list[int]]) -> None:
     alone = find("eater", world_size=2)
     hogged = find("hog_on_rank_1", world_size=2)
     assert alone.largest is not None
@@ -90,7 +83,7 @@ def test_a_hog_on_one_rank_decides_for_all() -> None:
     assert failed
     assert {trial.outcome for trial in failed} == {"host_oom"}
     assert {trial.rank for trial in failed if trial.micro_batch <= alone.largest} == {1}
-    assert strays() == []
+    assert left_behind() == []
 
 
 def test_a_killed_child_costs_one_trial() -> None:
@@ -129,13 +122,13 @@ def _refuse(job: TrialJob, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_stuck_before_a_collective_costs_one_trial() -> None:
+def test_a_rank_stuck_before_a_collective_costs_one_trial(left_behind: Callable[[], list[int]]) -> None:
     report = find("stuck", world_size=2, deadline_s=25, most=4)
     assert [trial.outcome for trial in report.trials].count("hang") == 1
     # A machine too busy to be quick with smaller sizes gives the one that hung no second chance.
     assert report.largest in (3, 4)
     assert report.verified
-    assert strays() == []
+    assert left_behind() == []
 
 
 def test_a_broken_model_is_not_too_large() -> None:

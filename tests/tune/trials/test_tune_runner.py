@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +80,9 @@ def test_only_the_last_proof_may_take_all_that_is_left(
     assert given == [pytest.approx(share * 200.0, abs=1.0)]
 
 
-def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_path: Path) -> None:
+def test_a_trial_measures_the_real_run_and_judges_it(
+    runner: TrialRunner, tmp_path: Path, left_behind: Callable[[], list[int]]
+) -> None:
     waited_s: list[float] = []
 
     def keep_going(windows: Sequence[float]) -> bool:
@@ -107,7 +109,7 @@ def test_a_trial_measures_the_real_run_and_judges_it(runner: TrialRunner, tmp_pa
     assert result.setup_s < took_s - sum(waited_s)
     assert result.verdict is not None
     assert (tmp_path / "trials" / "real" / "rank-0.log").exists()
-    assert not _trials_left()
+    assert not left_behind()
 
 
 def test_a_trial_on_a_busy_machine_says_so_and_is_not_cut_short(
@@ -165,7 +167,9 @@ def test_first_steps_of_widths_are_start_up_and_not_the_pace(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("trick", "kind"), [("crash", "crash"), ("die", "crash"), ("hog", "oom"), ("hang", "hang")], ids=str
 )
-def test_what_goes_wrong_is_classified(runner: TrialRunner, trick: str, kind: str) -> None:
+def test_what_goes_wrong_is_classified(
+    runner: TrialRunner, trick: str, kind: str, left_behind: Callable[[], list[int]]
+) -> None:
     began = time.monotonic()
     result = runner.run_trial(
         TrialRequest(trick, tricky_config(trick), trick, timeout_s=8.0 if trick == "hang" else 40.0)
@@ -174,7 +178,7 @@ def test_what_goes_wrong_is_classified(runner: TrialRunner, trick: str, kind: st
     assert result.failure.kind == kind
     assert ("the budget leaves it no more" in result.failure.reason) == (trick == "hang")
     assert time.monotonic() - began < (40 if trick == "hang" else 25), "an end is noticed when it comes"
-    assert not _trials_left()
+    assert not left_behind()
 
 
 def test_the_search_lives_on_and_lists_what_failed(tmp_path: Path) -> None:
@@ -217,12 +221,12 @@ def test_an_honest_gain_is_accepted(runner: TrialRunner) -> None:
     assert proof.change == "rounding"
 
 
-def test_several_ranks_take_part_in_a_proof(tmp_path: Path) -> None:
+def test_several_ranks_take_part_in_a_proof(tmp_path: Path, left_behind: Callable[[], list[int]]) -> None:
     proof = proof_of(TrialRunner(tmp_path, effort=QUICK, world_size=2), "half").proof
     assert proof is not None
     assert [item.passed for item in proof.checks if item.name == "samples"] == [True]
     assert proof.verdict == "rejected"
-    assert not _trials_left()
+    assert not left_behind()
 
 
 _SEARCH = """
@@ -342,9 +346,3 @@ def _until(holds: object, limit_s: float = 180.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.1)
-
-
-def _trials_left() -> list[int]:
-    """Processes of trials: each leads a session of its own."""
-    own = psutil.Process().children(recursive=True)
-    return [item.pid for item in own if item.is_running() and os.getsid(item.pid) == item.pid]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from datetime import datetime
@@ -24,7 +25,7 @@ def _opened(path: Path) -> TextIO:
 
 
 class RunLog(ProgressLine):
-    """Writes `train.log`.
+    """Writes `train.log`, from `begin` on: a folder with nothing but a log would look like anything but a run's.
 
     Args:
         path: Lines are added to its end.
@@ -37,10 +38,23 @@ class RunLog(ProgressLine):
     def __init__(
         self, path: Path, total_steps: int | None, epochs: int, world_size: int, mfu: Mfu | None = None
     ) -> None:
-        super().__init__(total_steps, epochs, world_size, _opened(path), mfu)
+        super().__init__(total_steps, epochs, world_size, io.StringIO(), mfu)
+        self._path = path
         self._every_s = EVERY_S
         # Not a handler: beside one of ours, `logging` would no longer print warnings where nobody has set it up.
         _LOGGER.addFilter(self._hear)
+
+    def begin(self) -> None:
+        """Write down what was said so far, and from here on everything; without effect the second time.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if isinstance(self._stream, io.StringIO):
+            said = self._stream.getvalue()
+            self._stream = _opened(self._path)
+            self._stream.write(said)
+            self._stream.flush()
 
     def on_run_end(self, record: RunRecord) -> None:
         """Say how it ended."""
