@@ -11,11 +11,21 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm import Callback, Trainer
+from frameworm.distributed import DistributedTrainer
 from frameworm.engine.given import check_callbacks, check_given, check_loader
 from frameworm.errors import ConfigError, DataError
 
 MODEL = nn.Linear(2, 2)
 LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)), 2)
+
+
+class OwnStep(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        """The loss, as Lightning asks for it."""
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
 def _sgd() -> torch.optim.SGD:
@@ -33,7 +43,10 @@ def _lbfgs_with_scheduler() -> torch.optim.Optimizer:
     [
         ((lambda inputs: inputs, _sgd(), None, None), "model must be a torch module"),
         ((MODEL, [_sgd(), _sgd()], None, None), "one optimizer, not a list of 2"),
-        ((MODEL, {"all": _sgd()}, None, None), "one optimizer, not a dict"),
+        ((MODEL, {"all": _sgd()}, None, None), "one optimizer, not a dict.*frameworm profile SCRIPT"),
+        ((MODEL, ([_sgd(), _sgd()], []), None, None), "one optimizer, not a tuple.*frameworm tune SCRIPT"),
+        ((OwnStep(), _sgd(), None, None), "OwnStep has a method training_step.*frameworm profile SCRIPT"),
+        ((MODEL, _sgd(), lambda target, output: output.sum(), None), "target first"),
         ((MODEL, torch.optim.AdamW, None, None), "build it"),
         ((MODEL, functools.partial(torch.optim.AdamW, lr=0.1), None, None), "not a partial"),
         ((MODEL, MODEL.parameters(), None, None), "not a generator"),
@@ -53,11 +66,40 @@ def test_arguments_of_another_kind_are_refused(arguments: tuple[Any, ...], says:
         Trainer(*arguments)
 
 
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"training_step": lambda model, batch: model(batch)},
+        {"optimizers": [_sgd(), _sgd()]},
+        {"optimizers": (_sgd(), None)},
+        {"discriminator": {"optimizer": _sgd()}},
+        {"configure_optimizers": _sgd},
+        {"critic_optimizer": _sgd()},
+    ],
+)
+def test_a_loop_of_the_users_own_is_sent_to_the_script_verbs(keyword: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting .*frameworm profile SCRIPT.*frameworm tune SCRIPT"):
+        Trainer(MODEL, _sgd(), **keyword)
+
+
+@pytest.mark.parametrize("method", ["training_step", "compute_loss", "configure_optimizers"])
+def test_a_subclass_with_a_step_that_is_never_called_is_refused(method: str) -> None:
+    own = type("Own", (DistributedTrainer,), {method: lambda self, *arguments: None})
+    with pytest.raises(ConfigError, match=f"Own.{method} would never be called.*frameworm profile SCRIPT"):
+        own(MODEL, _sgd())
+    type("Plain", (DistributedTrainer,), {"greet": lambda self: None})(MODEL, _sgd())
+
+
+def test_a_training_step_is_no_hindrance_where_the_loss_is_given() -> None:
+    check_given(OwnStep(), _sgd(), nn.MSELoss(), None)
+
+
 def test_usual_arguments_are_taken() -> None:
     optimizer = torch.optim.AdamW(MODEL.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own into the optimizer
     check_given(MODEL, optimizer, nn.CrossEntropyLoss(), scheduler)
     check_given(MODEL, optimizer, None, lambda total_steps: scheduler)
+    check_given(MODEL, optimizer, lambda y, t: (y - t).square().mean(), None)
     check_loader(LOADER, "train_loader")
     check_loader(list(LOADER), "val_loader")
     check_loader(None, "val_loader")
@@ -87,6 +129,17 @@ def test_callbacks_that_could_not_be_called_are_refused(callbacks: Any, says: st
         check_callbacks(callbacks)
 
 
+def test_methods_of_a_callback_that_are_never_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Habit(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            """As other libraries call it."""
+
+    check_callbacks([Callback(), Habit()])
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "callback Habit: on_epoch_end is never called"
+    ]
+
+
 def test_no_callbacks_may_be_written_as_none() -> None:
     assert check_callbacks(None) == []
 
@@ -97,6 +150,12 @@ def test_several_loaders_are_refused(loaders: Any) -> None:
         check_loader(loaders, "val_loader")
 
 
+def test_several_validation_loaders_are_to_have_names() -> None:
+    with pytest.raises(DataError, match="give each a name"):
+        check_loader([LOADER, LOADER], "val_loader", several=True)
+    check_loader({"dev": LOADER, "test": LOADER}, "val_loader", several=True)
+
+
 def test_parameters_in_fp16_are_refused_unless_they_are_frozen() -> None:
     model = nn.Sequential(nn.Linear(4, 4).half(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,3 +163,10 @@ def test_parameters_in_fp16_are_refused_unless_they_are_frozen() -> None:
         Trainer(model, optimizer)
     model[0].requires_grad_(False)
     Trainer(model, optimizer)
+
+
+def test_a_loss_that_is_a_sum_is_named() -> None:
+    for reduction, is_named in (("sum", True), ("mean", False)):
+        trainer = Trainer(MODEL, _sgd(), nn.MSELoss(reduction=reduction), run_dir=None)
+        record = trainer.train([(torch.zeros(2, 2), torch.zeros(2, 2))])
+        assert any("reduction='sum'" in note for note in record.notes) == is_named

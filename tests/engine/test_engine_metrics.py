@@ -257,7 +257,7 @@ def test_a_metric_of_torchmetrics_says_itself_what_is_better() -> None:
 
     watched = trainer({"f1": MulticlassF1Score(CLASSES)}, early_stop={"metric": "val_f1", "patience": 9})
     watched.train(loaders()["even"], loaders()["even"])
-    with pytest.raises(ConfigError, match=r"early_stop\.better"):
+    with pytest.raises(ConfigError, match=r"early_stop\.better to higher or lower \(the metrics are .* val_f1"):
         trainer({"f1": macro_f1}, early_stop={"metric": "val_f1"}).train(loaders()["even"], loaders()["even"])
 
 
@@ -288,6 +288,33 @@ def test_the_best_checkpoints_are_those_of_the_metric(tmp_path: Path) -> None:
     assert choose_checkpoint(folder, "best", "val_f1").step == 4  # as the run's config says
     with pytest.raises(CheckpointError, match="val_recall"):
         choose_checkpoint(folder, "best", "val_recall")
+
+
+def test_the_best_weights_are_those_of_the_metric_that_stops_early(tmp_path: Path) -> None:
+    for name, more, best in (("one", {}, 4), ("two", {"metric": "train_loss"}, None)):
+        kept = trainer(
+            {"f1": falling([0.5, 0.9, 0.4, 0.3])},
+            run_dir=tmp_path / name,
+            early_stop={"metric": "val_f1", "better": "higher", "patience": 2},
+            **more,
+        )
+        kept.train(DataLoader(classification(12), 6), loaders()["even"], epochs=9, restore_best=True)
+        assert kept.config.checkpoint.metric == ("val_f1" if best else "train_loss")
+        if best is not None:
+            assert kept.load("best") == best
+
+
+def test_a_function_that_names_the_target_first_gets_it_first() -> None:
+    def recall(y_true: torch.Tensor, y_pred: torch.Tensor, average: str = "none") -> float:
+        assert y_true.dim() == 1
+        assert y_pred.dim() == 2
+        return 0.25
+
+    def labels_last(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+        return recall(labels, outputs)
+
+    found = trainer({"recall": recall, "same": labels_last}).evaluate(loaders()["even"])
+    assert (found["recall"], found["same"]) == (0.25, 0.25)
 
 
 def test_a_plateau_scheduler_is_told_the_metric() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,13 +14,21 @@ from torch.utils.data import DataLoader
 
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
+from frameworm.engine.step.calls import takes_target_first
 from frameworm.errors import ConfigError, DataError
 from frameworm.observe.loggers.protocol import Logger
-from frameworm.records.events import EVENTS, Listener
+from frameworm.records.events import EVENTS, Events, Listener
 
+log = logging.getLogger("frameworm")
 _ORDER = "Trainer(model, optimizer, loss_fn, scheduler)"
 _SET_NAME = re.compile(r"[A-Za-z0-9_][\w.@-]*")
 _LOADERS = (DataLoader, OptimizedDataLoader, CudaDataLoader)
+OWN_LOOP = (
+    "A step of your own, or one that updates several optimizers in turn as that of a GAN does, stays in your own loop: "
+    "`frameworm profile SCRIPT` and `frameworm tune SCRIPT` take that script as it is"
+)
+# Methods in which other trainers let users write the step; this one would never call them.
+_STEP_METHODS = ("training_step", "train_step", "compute_loss", "optimizer_step", "configure_optimizers")
 
 
 def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> None:
@@ -30,6 +39,12 @@ def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> Non
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch module, not {_word(model)}: {_ORDER}")
+    own_step = next((name for name in _STEP_METHODS[:2] if callable(getattr(model, name, None))), None)
+    if own_step is not None and loss_fn is None:
+        raise ConfigError(
+            f"{type(model).__name__} has a method {own_step}, which this trainer does not call: give the loss that it "
+            f"computes as loss_fn(output, target) or loss_fn(model, batch). {OWN_LOOP}"
+        )
     _check_optimizer(optimizer)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
@@ -40,6 +55,11 @@ def check_given(model: Any, optimizer: Any, loss_fn: Any, scheduler: Any) -> Non
     if loss_fn is not None and not callable(loss_fn):
         hint = " (give it by name: scheduler=...)" if hasattr(loss_fn, "step") else ""
         raise ConfigError(f"loss_fn must be a function or a module, not {_word(loss_fn)}{hint}: {_ORDER}")
+    if loss_fn is not None and takes_target_first(getattr(loss_fn, "forward", loss_fn)):
+        raise ConfigError(
+            "loss_fn takes the target first by the names of its parameters, and it is called as loss_fn(output, "
+            "target): change their order, or wrap it (lambda output, target: f(target, output))"
+        )
     if isinstance(scheduler, (list, tuple)):
         raise ConfigError(
             f"scheduler must be one scheduler, not {_word(scheduler)}: join them, for instance in a "
@@ -53,9 +73,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise ConfigError(
             f"optimizer must be one optimizer, not {_word(optimizer)}: give its parameter groups the settings of each "
-            "(AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}])). A step that updates several in turn, as "
-            "that of a GAN does, stays in your own loop: `frameworm profile` and `frameworm tune` take that script "
-            "as it is"
+            f"(AdamW([{{'params': a, 'lr': 1e-3}}, {{'params': b, 'lr': 1e-4}}])). {OWN_LOOP}"
         )
     if isinstance(optimizer, type):
         raise ConfigError(
@@ -69,6 +87,20 @@ def _check_optimizer(optimizer: Any) -> None:
             f"{type(optimizer).__name__} calls the model several times in a step (its step needs a closure), and this "
             "training loop calls it once; use an optimizer that steps by the gradients at hand, such as AdamW or SGD"
         )
+
+
+def check_subclass(kind: type, base: type) -> None:
+    """Refuse a trainer with a step of its own: the methods of other libraries are not called here.
+
+    Raises:
+        ConfigError: Names the method.
+    """
+    for name in _STEP_METHODS:
+        if hasattr(kind, name) and not hasattr(base, name):
+            raise ConfigError(
+                f"{kind.__name__}.{name} would never be called: the loss is loss_fn(output, target) or "
+                f"loss_fn(model, batch), the optimizer an argument. {OWN_LOOP}"
+            )
 
 
 def check_callbacks(callbacks: Any) -> list[Listener]:
@@ -86,6 +118,14 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
         name = item.__name__ if isinstance(item, type) else type(item).__name__
         if isinstance(item, type):
             raise ConfigError(f"callback {name} is a class: give an object of it, {name}()")
+        never = [method for method in dir(item) if method.startswith("on_") and not _is_event(method)]
+        if never:
+            log.warning(
+                "callback %s: %s is never called; the methods of a callback are %s",
+                name,
+                ", ".join(never),
+                ", ".join(EVENTS),
+            )
         if isinstance(item, Listener):
             continue
         methods = [method for method in EVENTS if callable(getattr(item, method, None))]
@@ -98,6 +138,10 @@ def check_callbacks(callbacks: Any) -> list[Listener]:
                     "frameworm.Callback does"
                 )
     return found
+
+
+def _is_event(method: str) -> bool:
+    return method in EVENTS or hasattr(Listener, method) or hasattr(Events, method)
 
 
 def check_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
@@ -148,8 +192,9 @@ def check_loader(loader: Any, name: str, *, several: bool = False) -> None:
     items = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
     if any(isinstance(item, _LOADERS) for item in items):
         raise DataError(
-            f"{name} must be one loader, not several in {_word(loader)}: join their data sets "
-            "(torch.utils.data.ConcatDataset), or use one of them"
+            f"{name} must be one loader, not several in {_word(loader)}: "
+            + ("give each a name ({'dev': loader, 'test': other}), " if several else "")
+            + "join their data sets (torch.utils.data.ConcatDataset), or use one of them"
         )
     if isinstance(loader, Mapping):
         raise DataError(f"{name} must be a loader or an iterable of batches, not {_word(loader)}")

@@ -262,10 +262,15 @@ def settle_better(config: Config, metrics: Mapping[str, Any]) -> Config:
         if higher is None:
             raise ConfigError(
                 f"{place} watches {section.metric}, and nothing says whether more of it is better: set {place}.better "
-                "to higher or lower"
+                f"to higher or lower{_known_metrics(metrics)}"
             )
         section.better = "higher" if higher else "lower"
     return config
+
+
+def _known_metrics(metrics: Mapping[str, Any]) -> str:
+    """The end of a sentence that names them, since a name may be misspelt."""
+    return f" (the metrics are recorded as {', '.join(f'val_{name}' for name in metrics)})" if metrics else ""
 
 
 def join_group(config: Config) -> ProcessInfo:

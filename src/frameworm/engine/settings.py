@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -18,10 +20,12 @@ from frameworm.config.keys import dotted
 from frameworm.config.model_sections import PYTHON_WORKLOAD, PythonModelConfig
 from frameworm.config.problems import problems_of
 from frameworm.config.schema import Config, Section
+from frameworm.engine.given import OWN_LOOP
 from frameworm.errors import ConfigError
 
 SECTIONS = ("training", "gpu", "memory", "parallel", "checkpoint", "storage", "observe")
 TOP_LEVEL = ("name", "seed")
+OBJECTS = ("model", "optimizer", "loss_fn", "scheduler", "callbacks", "metrics", "loggers", "processing_class")
 OLDER_SPELLINGS = {"gradient_accumulation_steps": "accumulation", "device_type": "device"}
 
 
@@ -65,7 +69,12 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
             target = getattr(config, places[name])
         else:
             known = [*places, *SECTIONS, *TOP_LEVEL, *OLDER_SPELLINGS]
-            near = difflib.get_close_matches(given, known, n=1, cutoff=0.0)
+            if callable(value) or _holds_optimizer(value):
+                raise ConfigError(
+                    f"unknown setting {given}: settings are values, and of functions and objects Trainer takes "
+                    f"{', '.join(OBJECTS)}. {OWN_LOOP}"
+                )
+            near = difflib.get_close_matches(given, [*known, *OBJECTS], n=1, cutoff=0.0)
             raise ConfigError(f"unknown setting {given}; the nearest is {near[0]}")
         try:
             setattr(target, name, value)
@@ -74,3 +83,9 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
             lines = [f"{dotted((given, *problem.keys[0][1:]))}: {problem.text}" for problem in found]
             raise ConfigError("\n".join(lines)) from None
     return config
+
+
+def _holds_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer, or a collection with one in it."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(item, torch.optim.Optimizer) for item in items)

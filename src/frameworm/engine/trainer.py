@@ -14,7 +14,7 @@ from torch import nn
 from frameworm.config.checks import check_parallel
 from frameworm.config.schema import Config
 from frameworm.engine.export import TYPES, WEIGHTS
-from frameworm.engine.given import check_callbacks, check_given, check_loader, check_loggers
+from frameworm.engine.given import check_callbacks, check_given, check_loader, check_loggers, check_subclass
 from frameworm.engine.inference import Inference, Trained
 from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
@@ -36,6 +36,10 @@ from frameworm.records.schema import RunRecord
 from frameworm.records.store import RunFolder
 
 log = logging.getLogger("frameworm")
+_SUMS = (
+    "loss_fn adds up its batch (reduction='sum') and is taken for a mean: recorded losses are means over batches of "
+    "such sums, and micro-batches and ranks are weighted by their samples; reduction='mean' is what they are meant for"
+)
 
 
 class Trainer:
@@ -85,6 +89,7 @@ class Trainer:
         run_dir: str | Path | None = "auto",
         **settings: Any,
     ) -> None:
+        check_subclass(type(self), Trainer)
         check_given(model, optimizer, loss_fn, scheduler)
         self.model = model
         self.optimizer = optimizer
@@ -178,8 +183,9 @@ class Trainer:
                 `val_<name>_loss` and so on, and those of the first also as `val_loss` and so on.
             resume: A run folder, to go on with a run that stopped; or `auto` for the run in `run_dir`, else the newest
                 unfinished one of the same name, and without a name of the same model, data and script.
-            restore_best: Leave the model with the weights of the best epoch, by `checkpoint.metric`, instead of the
-                last. The run's last checkpoint is that of the last step all the same.
+            restore_best: Leave the model with the weights of the best epoch instead of the last. `checkpoint.metric`
+                says which is best, or unless that is set, the metric that `early_stop` watches. The run's last
+                checkpoint is that of the last step all the same.
 
         Raises:
             TrainingInterruptedError: Ctrl-C, after the state was saved.
@@ -190,8 +196,8 @@ class Trainer:
             self._config = apply_settings(self._config, {"epochs": epochs})
         if restore_best and self._run_dir is None and resume is None:
             raise ConfigError("restore_best reads the best checkpoint, and run_dir=None leaves none; give a run_dir")
-        if restore_best and not self._config.checkpoint.keep_best:
-            self._config = apply_settings(self._config, {"keep_best": 1})
+        if restore_best:
+            self._keep_best()
         self._began = True
         check_parallel(self._config)
         given = Ingredients(
@@ -209,6 +215,7 @@ class Trainer:
             metrics=self._metrics,
             trainer=self,
             loggers=self._loggers,
+            notes=[_SUMS] if getattr(self._loss_fn, "reduction", None) == "sum" else [],
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():
             job = build_job(as_python_run(self._config, self.model), given)
@@ -369,6 +376,14 @@ class Trainer:
         return Inference(
             self._config, self.model, self.optimizer, self._loss_fn, self._trained, sets_backend=self._sets_backend
         )
+
+    def _keep_best(self) -> None:
+        """Keep the best checkpoint: by the metric that early stopping watches, unless another is set."""
+        section, stop = self._config.checkpoint, self._config.training.early_stop
+        settings: dict[str, Any] = {} if section.keep_best else {"keep_best": 1}
+        if stop is not None and "metric" not in section.model_fields_set:
+            settings |= {"metric": stop.metric, "better": stop.better}
+        self._config = apply_settings(self._config, settings)
 
     def _make_schedule(self, total_steps: int | None) -> AnySchedule:
         scheduler, training = self._scheduler, self._config.training

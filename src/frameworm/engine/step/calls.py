@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from frameworm.data.batches.sizes import TARGET_KEYS
+
 
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
@@ -26,6 +28,13 @@ def first_parameter(function: Callable[..., Any]) -> str | None:
 def parameter_names(function: Callable[..., Any]) -> set[str]:
     """All parameters that have a name."""
     return {item.name for item in _signature(function) if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
+
+
+def takes_target_first(function: Callable[..., Any]) -> bool:
+    """Whether the names of its parameters say (target, output), the order of scikit-learn and Keras."""
+    targets = {"y_true", *TARGET_KEYS} - {"y"}  # which is an output to some
+    first, second, *_ = [*(item.name for item in _signature(function)), "", ""]
+    return first in targets and second != "" and second not in targets
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from frameworm.data.places import Place
+from frameworm.engine.step.calls import takes_target_first
 from frameworm.engine.step.outputs import Outputs, full_precision, on_host
 from frameworm.errors import ConfigError, FramewormError
 from frameworm.launch.process_group import broadcast_object, gather_objects
@@ -140,7 +141,7 @@ class Metrics:
     def _compute(self, joined: Any, states: list[list[Any]]) -> dict[str, float]:
         values: dict[str, dict[str, float]] = {}
         for name, function in self._functions.items():
-            values[name] = _numbers(name, function(*joined))
+            values[name] = _numbers(name, function(*reversed(joined) if takes_target_first(function) else joined))
         for place, (name, metric) in enumerate(self._running.items()):
             ranks = [own[place] for own in states] if self._strategy.world_size > 1 else []
             with _brought_together(metric, ranks, self._strategy.device):
