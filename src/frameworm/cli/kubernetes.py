@@ -11,7 +11,6 @@ import typer
 
 from frameworm.cli.cluster import check_config, command_of, in_words, write
 from frameworm.cli.output import say
-from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 
@@ -51,6 +50,7 @@ def kubernetes(
     """
     if kind not in ("trainjob", "jobset"):
         raise EnvironmentSetupError(f"--kind {kind} is not one of trainjob, jobset")
+    from frameworm.config.load import load_runnable
     from frameworm.launch.kubernetes import KubernetesJob, as_yaml, manifests
 
     loaded = load_runnable(config, settings)

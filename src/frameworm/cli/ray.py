@@ -13,7 +13,6 @@ import typer
 
 from frameworm.cli.output import log_to_screen, say
 from frameworm.cli.train import resume_command, show_record
-from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError, TrainingInterruptedError
 
 USE_GPU = {"auto": None, "yes": True, "no": False}
@@ -66,6 +65,8 @@ def ray(
     resources = _resources(resources_per_worker)
     if working_dir is not None and not working_dir.is_dir():
         raise EnvironmentSetupError(f"--working-dir {working_dir} is not a folder")
+    from frameworm.config.load import load_runnable
+
     loaded = load_runnable(config, settings)
     log_to_screen(True)
     from frameworm.engine.ray_job import RayJob, train_on_ray

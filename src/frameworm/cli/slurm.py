@@ -11,7 +11,6 @@ import typer
 
 from frameworm.cli.cluster import check_config, command_of, in_words, write
 from frameworm.cli.output import say
-from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ def slurm(
     """
     if launcher not in ("torchrun", "srun"):
         raise EnvironmentSetupError(f"--launcher {launcher} is not one of torchrun, srun")
+    from frameworm.config.load import load_runnable
     from frameworm.launch.slurm import SlurmJob, batch_script
 
     loaded = load_runnable(config, settings)

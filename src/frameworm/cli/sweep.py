@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Optional
 import typer
 
 from frameworm.cli.output import say, telling
-from frameworm.config.load import load_runnable
 
 if TYPE_CHECKING:
     from frameworm.tune.sweep.run import SweepResult
@@ -49,6 +48,7 @@ def scale(
 
     Weak scaling, two runs each: frameworm scale --config F --world-sizes 1,2,4 --weak --repeats 2 --out sweep
     """
+    from frameworm.config.load import load_runnable
     from frameworm.tune.sweep.plan import SweepPlan, parse_world_sizes
 
     sizes = parse_world_sizes(world_sizes)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, Optional
 import typer
 
 from frameworm.cli.output import log_to_screen, say, telling
-from frameworm.config.load import load_runnable
 from frameworm.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -73,6 +72,8 @@ def train(
 
     With a copy in object storage, from which any machine can go on: add --out s3://bucket/runs/x --resume auto
     """
+    from frameworm.config.load import load_runnable
+
     loaded = load_runnable(config, settings)
     from frameworm.launch.plan import plan_launch
 

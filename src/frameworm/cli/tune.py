@@ -15,14 +15,13 @@ from frameworm.cli.output import say, telling
 from frameworm.cli.scale import parse_size
 from frameworm.cli.train import number_or_auto
 from frameworm.config.durations import parse_duration
-from frameworm.config.load import load_runnable
-from frameworm.config.schema import Config
 from frameworm.errors import ConfigError, EnvironmentSetupError
 from frameworm.guard.quality import parse_margin
 
 if TYPE_CHECKING:
     from frameworm.attach.ranks import RankMeeting
     from frameworm.attach.trial.tuned_run import TunedRun
+    from frameworm.config.schema import Config
 
 INCONCLUSIVE = 3
 
@@ -71,6 +70,8 @@ def batch_size(
     from frameworm.tune.processes.forkserver import warm_up
 
     warm_up(["frameworm.cli.main"])  # imports torch while this process does
+    from frameworm.config.load import load_runnable
+
     loaded = load_runnable(config, settings)
     world_size = _processes_here(loaded, distributed, nproc_per_node)
     from frameworm.report.tune.batch_size import render_batch_size
@@ -161,6 +162,8 @@ def tune(
     if allow not in (None, "approximate"):
         raise ConfigError(f"--allow {allow}: for a config there is only --allow approximate")
     time_s, margin = parse_duration(budget), parse_margin(max_quality_loss)
+    from frameworm.config.load import load_runnable
+
     loaded = load_runnable(config, settings)
     if ":" not in loaded.workload:  # which libraries a user's own needs is known when it was built
         from frameworm.tune.processes.forkserver import warm_up
