@@ -91,13 +91,10 @@ def profile(
 
 def diagnose(run: str | Path) -> RunRecord:
     """Judge a stored run: its record with verdict and findings; see `frameworm diagnose`."""
-    from frameworm.attach.record import judge_stored, stored_record
+    from frameworm.attach.record import judged_run
     from frameworm.records.store import RunFolder
 
-    folder = RunFolder.open(run)
-    record = stored_record(folder)
-    judge_stored(record, folder)
-    return record
+    return judged_run(RunFolder.open(run))
 
 
 def compare(before: str | Path, after: str | Path) -> Comparison:

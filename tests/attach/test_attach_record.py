@@ -6,16 +6,19 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from frameworm.attach import ranks as attach_ranks
 from frameworm.attach.ranks import SharedFolder
-from frameworm.attach.record import Surroundings, judge_record, record_of
+from frameworm.attach.record import Surroundings, judge_record, judge_stored, judged_run, record_of, stored_record
 from frameworm.attach.script import without_own_frames
 from frameworm.errors import EnvironmentSetupError, RunFolderError
 from frameworm.launch.environment import ProcessInfo
+from frameworm.records import writer
+from frameworm.records.reading import read_lines
 from frameworm.records.schema import Compilation, StepRecord
 from frameworm.records.store import RunFolder
 from frameworm.records.writer import step_line
@@ -75,6 +78,34 @@ def test_record_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert [rank.rank_wait_s for rank in record.ranks] == pytest.approx([0.04, 0.0])
     assert record.throughput.samples_per_s == pytest.approx(16 / 0.08)
     assert record.unseen == ["data_wait"]
+
+
+def test_a_run_without_summary_is_judged_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_steps(tmp_path, 0, {"data_wait": 0.03, "forward": 0.01, "backward": 0.02, "optimizer": 0.01})
+    expected = stored_record(RunFolder(tmp_path))
+    judge_stored(expected, RunFolder(tmp_path))
+    read: list[Path] = []
+
+    def counted(path: Path) -> Iterator[bytes]:
+        read.append(path)
+        return read_lines(path)
+
+    monkeypatch.setattr(writer, "read_lines", counted)
+    record = judged_run(RunFolder(tmp_path))
+    assert (record.verdict, record.findings) == (expected.verdict, expected.findings)
+    assert record.verdict == "input_bound"
+    assert read == [tmp_path / "steps-rank0.jsonl"]
+
+
+def test_speed_from_samples_of_unequal_size_is_that_of_all_ranks(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_steps(tmp_path, rank, {"forward": 0.01, "backward": 0.02, "optimizer": 0.01}, count=5_000)
+    folder = RunFolder(tmp_path)
+    shares = [reader.share for reader in folder.step_readers(2**20).values()]
+    assert shares[0] == pytest.approx(3 * shares[1], rel=1e-4)
+    record = stored_record(folder, 2**20)
+    assert record.throughput.samples_per_s == pytest.approx(4 * 8 / 0.04, rel=0.05)
+    assert f"{sum(shares) / 4:.2%} of the steps" in judged_run(folder, 2**20).notes[-1]
 
 
 def test_record_says_what_is_missing(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frameworm.errors import FramewormError, RunFolderError
+from frameworm.records.account import StepAccount
 from frameworm.records.atomic import write_atomic
 from frameworm.records.observations import Flops, Framework, OtherTime, RankSummary, SystemSummary
 from frameworm.records.reading import read_json
@@ -33,6 +34,9 @@ from frameworm.records.statistics import StepAggregate
 from frameworm.records.store import SAMPLE_BYTES, RunFolder
 from frameworm.records.trace import TraceSummary
 from frameworm.records.typed import read_record
+
+if TYPE_CHECKING:
+    from frameworm.diagnose.rules.accounting import StepsOfRanks
 
 EXPOSED, REPLAY = "communication_exposed", "graph_replay"
 # Every training step has these; one that never shows up was there and could not be seen.
@@ -77,14 +81,14 @@ def take_surroundings(folder: RunFolder) -> Surroundings | None:
 class RankSums:
     """Sums over the steps of one rank, in bounded memory: sizes of batches are those of the latest steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0) -> None:
         self.aggregate = StepAggregate()
         self.fetched: deque[float] = deque(maxlen=BATCHES_KEPT)
         self.accumulated: deque[float] = deque(maxlen=BATCHES_KEPT)
         self.samples = 0
         self.checkpoints = 0
         self.checkpoint_s = 0.0
-        self.share = 1.0  # of all steps that is taken in, where that is a sample
+        self.share = share  # of all steps that is taken in, where that is a sample
 
     def add(self, step: StepRecord) -> None:
         """Take one step in."""
@@ -126,14 +130,22 @@ def record_of(
         around: What is known about it beside its steps.
         most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
     """
-    ranks: dict[int, RankSums] = {}
-    for number, reader in folder.step_readers(most_bytes).items():
-        ranks[number] = RankSums()
-        ranks[number].share = reader.share
+    sums, _ = _read_steps(folder, most_bytes)
+    return record_of_sums(folder, around, sums)
+
+
+def _read_steps(folder: RunFolder, most_bytes: int | None) -> tuple[dict[int, RankSums], dict[int, StepAccount]]:
+    """Read the steps of all ranks once, for the record and for the rules."""
+    sums: dict[int, RankSums] = {}
+    accounts: dict[int, StepAccount] = {}
+    for rank, reader in folder.step_readers(most_bytes).items():
+        share = reader.share
+        sums[rank], accounts[rank] = RankSums(share), StepAccount(share=share)
         with contextlib.suppress(RunFolderError):
             for step in reader:
-                ranks[number].add(step)
-    return record_of_sums(folder, around, ranks)
+                sums[rank].add(step)
+                accounts[rank].add(step)
+    return sums, accounts
 
 
 def record_of_sums(
@@ -168,8 +180,10 @@ def record_of_sums(
         notes=list(around.notes),
         run_dir=str(folder.path),
     )
-    samples = sum(rank.aggregate.measured_samples for rank in ranks.values())
-    tokens = sum(rank.aggregate.measured_tokens or 0 for rank in ranks.values())
+    # Speed is over the steps of the first rank, of which more or less may be read than of the others.
+    parts = [(rank.aggregate, first.share / rank.share) for rank in ranks.values()]
+    samples = round(sum(rank.measured_samples * weight for rank, weight in parts))
+    tokens = round(sum((rank.measured_tokens or 0) * weight for rank, weight in parts))
     record.throughput = first.aggregate.throughput(world_samples=samples, world_tokens=tokens)
     if not samples:
         record.throughput.samples_per_s = None
@@ -196,9 +210,9 @@ def _flops(known: Flops | None, ranks: Mapping[int, RankSums]) -> Flops | None:
     """The model's FLOPs over the steps there are, by what was counted early in the run."""
     if known is None or known.model is None or not ranks:
         return known
-    first = ranks[min(ranks)].aggregate
+    first, share = ranks[min(ranks)].aggregate, ranks[min(ranks)].share
     steps, seconds = first.measured_steps, first.measured_training_s
-    total = sum(rank.aggregate.measured_flops(known.model) for rank in ranks.values())
+    total = sum(rank.aggregate.measured_flops(known.model) * share / rank.share for rank in ranks.values())
     if not steps:
         return known
     return dataclasses.replace(known, per_step=total / steps, per_s=total / seconds if seconds > 0 else None)
@@ -235,9 +249,36 @@ def stored_record(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> R
         most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
     """
     if folder.summary_json.exists():
-        record = folder.read_summary()
-        record.run_dir = str(folder.path)
+        return _summed_up(folder)
+    return _cut_short(folder, _read_steps(folder, most_bytes)[0])
+
+
+def judged_run(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> RunRecord:
+    """`stored_record` with the verdict of today's rules, from steps that are read once.
+
+    Args:
+        folder: The run.
+        most_bytes: Of the steps files of a longer run, read a sample; None: read them all.
+    """
+    if folder.summary_json.exists():
+        record = _summed_up(folder)
+        judge_stored(record, folder, most_bytes)
         return record
+    sums, accounts = _read_steps(folder, most_bytes)
+    record = _cut_short(folder, sums)
+    _judge_steps(record, folder, accounts, _share_of(item.share for item in sums.values()))
+    return record
+
+
+def _summed_up(folder: RunFolder) -> RunRecord:
+    """The summary, with the place where it was found."""
+    record = folder.read_summary()
+    record.run_dir = str(folder.path)
+    return record
+
+
+def _cut_short(folder: RunFolder, sums: Mapping[int, RankSums]) -> RunRecord:
+    """What can be said of a run without a summary."""
     begun = read_begun(folder)
     around = Surroundings(
         name=folder.run_name() or folder.path.name,
@@ -247,7 +288,7 @@ def stored_record(folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> R
         environment={} if begun is None else begun.environment,
     )
     around.notes.append("the run has no summary: it was cut short, or goes on; judged by the steps it has written")
-    record, _ = record_of(folder, around, most_bytes)
+    record, _ = record_of_sums(folder, around, sums)
     if folder.config.exists():
         record.source = "engine"
     if begun is not None:
@@ -278,6 +319,17 @@ def facts_of(record: RunRecord | None) -> dict[str, Any]:
 
 def judge_stored(record: RunRecord, folder: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> None:
     """Fill in verdict and findings by the rules of today; a note says where they are by a sample of the steps."""
+    steps = folder.step_readers(most_bytes)
+    _judge_steps(record, folder, steps, _share_of(reader.share for reader in steps.values()))
+
+
+def _share_of(shares: Iterable[float]) -> float:
+    """The part that was read of all steps, from the parts of the ranks, which all take as many steps."""
+    each = list(shares)
+    return sum(each) / len(each) if each else 1.0
+
+
+def _judge_steps(record: RunRecord, folder: RunFolder, steps: StepsOfRanks, share: float) -> None:
     from frameworm.config.load import load_config_from_text, show_path
     from frameworm.diagnose.rules.judge import apply_judgement, judge, keep_shown, sample_note
 
@@ -285,9 +337,7 @@ def judge_stored(record: RunRecord, folder: RunFolder, most_bytes: int | None = 
     if folder.config.exists():
         with contextlib.suppress(FramewormError):
             config = load_config_from_text(folder.read_config(), show_path(folder.config))
-    steps = folder.step_readers(most_bytes)
     judgement = judge(record, steps=steps, system=record.system, config=config, trace=stored_trace(folder))
-    share = min((reader.share for reader in steps.values()), default=1.0)
     if share < 1:
         exact = "the other figures are of all steps" if folder.summary_json.exists() else "so are the other figures"
         judgement = replace(

@@ -195,13 +195,11 @@ def diagnose(
     if run.is_file():
         _diagnose_trace(run, operators, as_json)
         return
-    from frameworm.attach.record import judge_stored, stored_record
+    from frameworm.attach.record import judged_run
     from frameworm.records.store import SAMPLE_BYTES, RunFolder
 
     folder = RunFolder.open(run)
-    most_bytes = None if exact else SAMPLE_BYTES
-    record = stored_record(folder, most_bytes)
-    judge_stored(record, folder, most_bytes)
+    record = judged_run(folder, None if exact else SAMPLE_BYTES)
     record.run_dir = shown(folder)
     if as_json:
         data = record.to_dict()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frameworm.guard.figures import RunFigures, read_runs
-from frameworm.guard.parting import Parting, first_parting
+from frameworm.guard.parting import COMPARED_BYTES, Parting, first_parting
 from frameworm.guard.statistics import RatioInterval, independent_ratio, run_spread
 from frameworm.records.schema import PHASES
-from frameworm.records.store import SAMPLE_BYTES, RunFolder
+from frameworm.records.store import RunFolder
 
 # Facts of the fingerprint that make another machine; the others are versions, or chosen by whoever starts the run.
 HARDWARE = {
@@ -108,7 +108,7 @@ def compare_folders(
         BaselineError: One of them cannot be compared.
     """
     comparison = compare_runs(*read_runs([os.fspath(before), os.fspath(after)], exact=exact))
-    comparison.parting = first_parting(RunFolder(before), RunFolder(after), None if exact else SAMPLE_BYTES)
+    comparison.parting = first_parting(RunFolder(before), RunFolder(after), None if exact else COMPARED_BYTES)
     return comparison
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from frameworm.errors import RunFolderError
 from frameworm.records.reading import open_plain
 from frameworm.records.schema import StepRecord
-from frameworm.records.store import SAMPLE_BYTES, RunFolder
+from frameworm.records.store import RunFolder
 from frameworm.records.writer import StepReader, StepSeeker
 
+COMPARED_BYTES = 16 * 2**20  # of the steps of both runs: what is read step by step in about a second
 _MOST_PROBES = 1_024  # of all ranks together
 _FEWEST_PROBES = 8  # of each
 
@@ -39,7 +40,7 @@ class Parting:
     is_searched: bool = False
 
 
-def first_parting(before: RunFolder, after: RunFolder, most_bytes: int | None = SAMPLE_BYTES) -> Parting | None:
+def first_parting(before: RunFolder, after: RunFolder, most_bytes: int | None = COMPARED_BYTES) -> Parting | None:
     """Compare the losses of two runs step by step; None where there is no step that both have recorded.
 
     Args:

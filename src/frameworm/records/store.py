@@ -32,9 +32,9 @@ _WRITTEN_NAME = re.compile(
     r"loggers\.json|metrics\.csv|train\.log|(steps|system|trace)-.*"
 )
 _FOLDER_MODE = 0o755
-# What a second or so can read of all the steps of a run; of what is more, a sample is read.
-SAMPLE_BYTES = 16 * 2**20
-_FEWEST_BYTES = 2**16  # of one rank
+# What half a second or so can read of all the steps of a run; of what is more, a sample is read.
+SAMPLE_BYTES = 8 * 2**20
+_FEWEST_BYTES = 2**15  # of one rank
 
 
 class RunFolder:
@@ -177,7 +177,8 @@ class RunFolder:
         """Readers of the steps files by rank.
 
         Args:
-            most_bytes: Where all files together are larger, each reader gives a sample of its file. None: never.
+            most_bytes: Where all files together are larger, each reader gives a sample of its file. Half of it all is
+                of the first rank, whose phases stand for the run; of the others only waits matter. None: never.
         """
         files = self.step_files()
         sizes = 0
@@ -186,8 +187,11 @@ class RunFolder:
                 sizes += path.stat().st_size
         if most_bytes is None or sizes <= most_bytes:
             return {rank: StepReader(path) for rank, path in files.items()}
-        each = max(most_bytes // len(files), _FEWEST_BYTES)
-        return {rank: StepReader(path, each) for rank, path in files.items()}
+        first, *others = files
+        if not others:
+            return {first: StepReader(files[first], most_bytes)}
+        each = max(most_bytes // 2 // len(others), _FEWEST_BYTES)
+        return {rank: StepReader(path, most_bytes // 2 if rank == first else each) for rank, path in files.items()}
 
     def holds_run(self) -> bool:
         """Whether any file of a run is here."""

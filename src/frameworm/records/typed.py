@@ -13,6 +13,7 @@ _Record = TypeVar("_Record")
 _Reader = Callable[[Any, str], Any]
 LARGEST = 2**63  # of whole numbers: none that a run writes is larger
 _NOT_FINITE = ("nan", "inf", "-inf")  # how `json_ready` writes them
+_FLOAT = frozenset({float})
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -31,10 +32,14 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
         raise _wrong(data, "a mapping", place)
     values = {}
     plainly: Any = kind  # mypy does not see that a class can be hashed
-    for name, (plain, numeric, read) in _fields(plainly).items():
+    for name, (plain, numeric, of_floats, read) in _fields(plainly).items():
         value = data.get(name, dataclasses.MISSING)
         found = type(value)
-        if found in plain or (found is int and numeric and -LARGEST < value < LARGEST):  # nearly all values
+        if (  # nearly all values
+            found in plain
+            or (found is int and numeric and -LARGEST < value < LARGEST)
+            or (found is dict and of_floats and _FLOAT.issuperset(map(type, value.values())))
+        ):
             values[name] = value
         elif value is not dataclasses.MISSING:
             value = read(value, f"{place}.{name}" if place else name)
@@ -44,17 +49,18 @@ def read_record(kind: type[_Record], data: Any, place: str = "") -> _Record:
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, _Reader]]:
-    """Of each field the types that need no second look, whether it is a number, and what reads any other."""
+def _fields(kind: type) -> dict[str, tuple[frozenset[type], bool, bool, _Reader]]:
+    """Of each field the types that need no second look, whether it is a number or maps to floats, and its reader."""
     assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
-    found: dict[str, tuple[frozenset[type], bool, _Reader]] = {}
+    found: dict[str, tuple[frozenset[type], bool, bool, _Reader]] = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         parts = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
         plain = frozenset(parts & {float, str, bool, types.NoneType})
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        found[field.name] = (plain, bool(parts & {int, float}), functools.partial(_read, hint, has_default))
+        reader = functools.partial(_read, hint, has_default)
+        found[field.name] = (plain, bool(parts & {int, float}), hint == dict[str, float], reader)
     return found
 
 
@@ -78,8 +84,6 @@ def _read(hint: Any, has_default: bool, value: Any, place: str) -> Any:
         if not isinstance(value, Mapping):
             raise _wrong(value, "a mapping", place)
         _, item = typing.get_args(hint)
-        if item is float and all(type(entry) is float for entry in value.values()):
-            return dict(value)
         return {str(name): _read(item, False, entry, f"{place}.{name}") for name, entry in value.items()}
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
