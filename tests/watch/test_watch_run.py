@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -244,6 +245,12 @@ def test_of_a_long_run_a_sample_is_shown_and_what_follows_whole(
     # A part of it is read again step by step.
     part = run.series(3_000, 3_050, 100)
     assert (part["x"], set(part["count"])) == (list(range(3_000, 3_051)), {1})
+    # So is one that lies between two blocks.
+    bins = run.ranks[0].bins.between(None, None)
+    left, right = max(itertools.pairwise(bins), key=lambda pair: pair[1].first - pair[0].last)
+    first, last = int(left.last) + 1, int(right.first) - 1
+    assert run.ranks[0].bins.between(first, last) == []
+    assert run.series(first, last, 1_000)["count"] == [1] * (last - first + 1)
 
     record, full = Judge(run).record("running", None), Judge(exact).record("running", None)
     assert [finding.code for finding in record.findings] == [finding.code for finding in full.findings]

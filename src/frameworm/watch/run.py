@@ -232,7 +232,9 @@ class WatchedRun:
             rank = min(rank for rank, item in self.ranks.items() if item is index)
             follower = self._step_files[rank]
         steps = sum(item.count for item in bins)
-        if (stride > 1 or follower.thinning > 1) and 0 < len(bins) < most and steps <= DETAIL_STEPS:
+        # No bin of a sample: the range lies between two of its blocks.
+        is_coarse = (stride > 1 and bins) or follower.thinning > 1
+        if is_coarse and len(bins) < most and steps <= DETAIL_STEPS:
             bins = self._detail(follower.path, first, last) or bins
         return {**table(joined(bins, most), _BANDS), "samples_factor": factor}
 
