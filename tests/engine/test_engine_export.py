@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import weakref
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sharding_cases import Net, Tied
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from frameworm import Trainer
 from frameworm.engine.export import export_weights
+from frameworm.engine.pretrained import PRETRAINED, shape_of
+from frameworm.engine.run import export_run, run
 from frameworm.engine.weight_formats import Outgoing, parse_size, write_safetensors
 from frameworm.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from frameworm.models.dcp_files import read_dcp
@@ -358,6 +362,156 @@ def test_an_adapter_is_exported_as_one(tmp_path: Path) -> None:
     assert torch.equal(found(tokens).logits, model.eval()(tokens).logits)
 
 
+class Saver(nn.Module):
+    """Writes itself as libraries do: some weights, under names of its own, with a config; it takes no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 4)
+        self.head = nn.Linear(4, 3)
+        self.again = self.head
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.again(self.base(inputs))
+
+    def save_pretrained(self, folder: Path, **more: Any) -> None:
+        """As `load_pretrained` below reads it."""
+        (folder / "head").mkdir(parents=True)
+        save_file({f"my.{name}": item for name, item in self.base.state_dict().items()}, folder / "my.safetensors")
+        save_file(dict(self.head.state_dict()), folder / "head" / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"dtype": "float32", "width": 4}))
+
+
+class Halver(Saver):
+    """What it writes is not what it holds."""
+
+    def save_pretrained(self, folder: Path, **more: Any) -> None:
+        save_file({"half": self.state_dict()["base.weight"] / 2}, folder / "model.safetensors")
+
+
+class Words:
+    def save_pretrained(self, folder: Path) -> None:
+        """As tokenizers do."""
+        (folder / "words.txt").write_text("worm")
+
+
+def trained_saver(model: nn.Module, run: Path, **settings: Any) -> Trainer:
+    data = DataLoader(TensorDataset(torch.randn(8, 6), torch.randint(0, 3, (8,))), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, run_dir=run, device="cpu", processing_class=Words(), **settings)
+    trainer.train(data)
+    return trainer
+
+
+def load_pretrained(folder: Path) -> dict[str, torch.Tensor]:
+    base = {f"base.{name.removeprefix('my.')}": item for name, item in load_file(folder / "my.safetensors").items()}
+    head = load_file(folder / "head" / "model.safetensors")
+    names = {f"{part}.{name}": item for part in ("head", "again") for name, item in head.items()}
+    return {**base, **names}
+
+
+def test_a_run_is_exported_alone_as_its_model_writes_itself(tmp_path: Path) -> None:
+    model = Saver()
+    trainer = trained_saver(model, tmp_path / "run")
+    assert not any("state_dict" in vars(part) for part in model.modules())
+    done = export_run(tmp_path / "run", tmp_path / "out")
+    model.save_pretrained(tmp_path / "own")
+    for name in ("my.safetensors", "head/model.safetensors"):
+        assert_same(load_file(tmp_path / "out" / name), load_file(tmp_path / "own" / name))
+    assert_same(load_pretrained(tmp_path / "out"), values(model))
+    assert (done.tensors, done.parameters) == (4, 6 * 4 + 4 + 4 * 3 + 3)
+    assert (tmp_path / "out" / "words.txt").read_text() == "worm"
+    export_run(tmp_path / "run", tmp_path / "half", dtype="bf16")
+    trainer.export(tmp_path / "half-python", dtype="bf16")
+    for folder in (tmp_path / "half", tmp_path / "half-python"):
+        found = load_pretrained(folder)
+        assert_same(found, {name: item.bfloat16() for name, item in values(model).items()})
+        assert json.loads((folder / "config.json").read_text()) == {"dtype": "bfloat16", "width": 4}
+
+
+def test_averages_are_exported_by_a_model_that_takes_no_weights(tmp_path: Path) -> None:
+    model = Saver()
+    trainer = trained_saver(model, tmp_path / "run", ema=0.5)
+    trainer.export(tmp_path / "python")
+    export_run(tmp_path / "run", tmp_path / "alone")
+    with trainer.averaged_weights():
+        averaged = values(model)
+    assert not torch.equal(averaged["base.weight"], model.base.weight)
+    for folder in (tmp_path / "python", tmp_path / "alone"):
+        assert_same(load_pretrained(folder), averaged)
+
+
+def test_a_compiled_model_keeps_what_it_writes(tmp_path: Path) -> None:
+    model = Saver()
+    wrapped = torch.compile(model, backend="eager")
+    shape, plain = shape_of(wrapped), shape_of(model)  # type: ignore[arg-type]
+    assert shape is not None
+    assert plain is not None
+    assert shape.weights["my.safetensors"] == {
+        "my.weight": "_orig_mod.base.weight",
+        "my.bias": "_orig_mod.base.bias",
+    }
+    assert plain.weights["my.safetensors"]["my.weight"] == "base.weight"
+
+
+def test_what_does_more_than_to_name_weights_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Halver()
+    caplog.set_level(logging.INFO)
+    trainer = trained_saver(model, tmp_path / "run")
+    assert not (tmp_path / "run" / PRETRAINED).exists()
+    assert any("Halver.save_pretrained does more" in record.getMessage() for record in caplog.records)
+    with pytest.raises(ModelError, match="takes no state_dict"):
+        trainer.export(tmp_path / "half", dtype="bf16")
+    export_run(tmp_path / "run", tmp_path / "plain")
+    assert_same(load_file(tmp_path / "plain" / "model.safetensors"), values(model))
+
+
+@pytest.mark.parametrize("place", ["../out.txt", "/tmp/out.txt", "files"])
+def test_a_kept_shape_leads_nowhere_else(tmp_path: Path, place: str) -> None:
+    trained_saver(Saver(), tmp_path / "run")
+    with zipfile.ZipFile(tmp_path / "run" / PRETRAINED, "w") as archive:
+        archive.writestr("weights.json", '["no weights"]' if place == "files" else "{}")
+        archive.writestr(f"files/{place}", "text")
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    trained_saver(Saver(), tmp_path / "run")
+    trained_saver(Net(), tmp_path / "other")
+    (tmp_path / "run" / PRETRAINED).rename(tmp_path / "other" / PRETRAINED)
+    with pytest.raises(ModelError, match=r"the weights have no base\.bias"):
+        export_run(tmp_path / "other", tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's, of transformers
+def test_a_run_of_the_trainer_is_exported_alone_for_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    untouched = tiny_gpt2()
+    model = copy.deepcopy(untouched)
+    adapted = peft.get_peft_model(
+        copy.deepcopy(untouched), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    tokens = torch.randint(0, 64, (2, 8))
+    data = [{"input_ids": tokens, "labels": tokens}] * 3
+    for name, trained in (("model", model), ("adapter", adapted)):
+        optimizer = torch.optim.AdamW((item for item in trained.parameters() if item.requires_grad), lr=1e-2)
+        Trainer(
+            trained, optimizer, run_dir=tmp_path / name, device="cpu", processing_class=tokenizer_of(tmp_path)
+        ).train(data)
+        export_run(tmp_path / name, tmp_path / f"{name}-out", max_shard_size="10KB")
+        trained.eval()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model-out")
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    assert found.lm_head.weight is found.transformer.wte.weight
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model-out")("frame worm")["input_ids"] == [2, 1]
+    whole = peft.PeftModel.from_pretrained(untouched, tmp_path / "adapter-out").eval()
+    assert torch.equal(whole(tokens).logits, adapted(tokens).logits)
+
+
 WORKLOAD = """
 import torch, transformers
 from frameworm.models.workloads import Workload
@@ -382,7 +536,6 @@ def build(config):
 def test_a_run_is_exported_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     from frameworm.config.load import load_config_from_mapping
-    from frameworm.engine.run import export_run, run
 
     (tmp_path / "exported_workload.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)
@@ -396,6 +549,12 @@ def test_a_run_is_exported_for_others(tmp_path: Path, monkeypatch: pytest.Monkey
         export_weights(tmp_path / "run", tmp_path / f"{weights}.safetensors", weights=weights)
         stored = load_file(tmp_path / f"{weights}.safetensors")
         assert_same({name: stored[name] for name in found.state_dict()}, found.state_dict())
+        alone = tmp_path / f"{weights}-alone"  # what the run keeps is enough, and the same to the byte
+        export_run(tmp_path / "run", alone, weights=weights)
+        again = transformers.AutoModelForCausalLM.from_pretrained(alone)
+        assert_same(values(again), values(found))
+        assert (alone / "config.json").read_bytes() == (tmp_path / weights / "config.json").read_bytes()
+    (tmp_path / "run" / PRETRAINED).unlink()
     with pytest.raises(ConfigError, match="names code to run"):
         export_run(tmp_path / "run", tmp_path / "refused", form="pretrained")
     plain = export_run(tmp_path / "run", tmp_path / "plain", max_shard_size="5KB")

@@ -27,8 +27,8 @@ def export(
         "auto",
         "--format",
         help="safetensors; pretrained: a folder with config and tokenizer, which the model's own save_pretrained "
-        "writes; dcp: a folder of torch.distributed.checkpoint. auto: pretrained for a folder and such a model, if "
-        "--set names its workload, else safetensors.",
+        "writes; dcp: a folder of torch.distributed.checkpoint. auto: pretrained for a folder and such a model, else "
+        "safetensors.",
     ),
     max_shard_size: str = typer.Option(
         "5GB", help="Most bytes of one safetensors file; more are several and an index."
@@ -48,8 +48,8 @@ def export(
         [],
         "--set",
         metavar="KEY=VALUE",
-        help="With --compiled and pretrained: change a setting of the run's config. workload=MODULE:FUNCTION lets your "
-        "code build the model.",
+        help="With --compiled: change a setting of the run's config. workload=MODULE:FUNCTION lets your code build the "
+        "model, with pretrained too.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
@@ -57,7 +57,7 @@ def export(
 
     Example: frameworm export runs/quickstart-20260101-120000 --out model.safetensors
 
-    For others to load: frameworm export runs/mine --set workload=mine:build --out folder --dtype bf16
+    For others to load: frameworm export runs/mine --out folder --dtype bf16
 
     Compiled: frameworm export runs/quickstart-20260101-120000 --compiled --out model.pt2
     """

@@ -24,6 +24,7 @@ from frameworm.engine.checkpoint.load import (
     list_checkpoints,
     load_newest,
 )
+from frameworm.engine.pretrained import Shape, write_pretrained, write_shaped
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.upload.fetch import Choose, run_with_checkpoint
 from frameworm.engine.weight_formats import (
@@ -31,7 +32,6 @@ from frameworm.engine.weight_formats import (
     Outgoing,
     parse_size,
     write_dcp,
-    write_pretrained,
     write_safetensors,
 )
 from frameworm.errors import CheckpointError, ModelError, RunFolderError
@@ -180,6 +180,7 @@ def export_weights(
     form: str = "safetensors",
     max_shard_size: str | int = MAX_SHARD_SIZE,
     workload: Workload | None = None,
+    shape: Shape | None = None,
 ) -> Exported:
     """Write the weights and buffers of a run, by their names in the model.
 
@@ -193,6 +194,7 @@ def export_weights(
         form: `safetensors`, `pretrained` or `dcp`; see `weight_formats`.
         max_shard_size: Of one safetensors file.
         workload: With `pretrained`: the model that the run's config describes, which writes itself.
+        shape: With `pretrained`: what that model writes, where the run has kept it.
 
     Raises:
         CheckpointError: There is no such checkpoint.
@@ -210,7 +212,10 @@ def export_weights(
     saved = stored.read()
     state, averaged = chosen_weights(saved, weights, str(stored.path))
     outgoing = _outgoing(state, saved.shared["model"], None if dtype is None else TYPES[dtype])
-    if form == "pretrained":
+    if form == "pretrained" and shape is not None:
+        outgoing = shape.take(outgoing)
+        size = write_shaped(target, shape, outgoing, shard_bytes)
+    elif form == "pretrained":
         assert workload is not None
         check_same_model(state, workload.model, str(stored.path))
         tensors = outgoing.all()

@@ -40,6 +40,7 @@ from frameworm.engine.job import adopt, device_of, join_group, set_backend
 from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision, backend_flags_kept
 from frameworm.engine.optim.schedule import NoSchedule
+from frameworm.engine.pretrained import saves_itself, write_pretrained
 from frameworm.engine.step.evaluation import Evaluation, evaluate, predict
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics
@@ -48,9 +49,7 @@ from frameworm.engine.weight_formats import (
     Outgoing,
     file_order,
     parse_size,
-    saves_itself,
     write_dcp,
-    write_pretrained,
     write_safetensors,
 )
 from frameworm.errors import CheckpointError, ConfigError, FramewormError, ModelError, RunFolderError, StateError

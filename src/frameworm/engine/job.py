@@ -74,6 +74,7 @@ class Job:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # the user's, computed in validation
     request: StopRequest = field(default_factory=StopRequest)
     trainer: Any = None  # what callbacks are handed
+    processing_class: Any = None  # kept with the model's own files
     state: TrainingState | None = None  # set by the session: what was trained
 
     @property
@@ -116,6 +117,7 @@ class Ingredients:
         metrics: As `check_metrics` gives them.
         trainer: What callbacks are handed; None: a `Running`.
         loggers: Trackers beside those that the config names.
+        processing_class: The tokenizer or processor that the model goes with.
     """
 
     model: nn.Module
@@ -136,6 +138,7 @@ class Ingredients:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     trainer: Any = None
     loggers: Sequence[Logger] = ()
+    processing_class: Any = None
 
 
 def build_job(config: Config, given: Ingredients) -> Job:
@@ -240,6 +243,7 @@ def build_job(config: Config, given: Ingredients) -> Job:
         padding=padding,
         widths=widths,
         metrics=given.metrics,
+        processing_class=given.processing_class,
     )
     job.trainer = given.trainer or Running(job)
     return job

@@ -26,11 +26,12 @@ from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision
 from frameworm.engine.optim.optimizers import build_optimizer
 from frameworm.engine.optim.schedule import AnySchedule, schedule_of
+from frameworm.engine.pretrained import kept_shape, saves_itself
 from frameworm.engine.session import run_job
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.loss import LossFunction
 from frameworm.engine.step.metrics import Metrics, check_metrics
-from frameworm.engine.weight_formats import SAFETENSORS, saves_itself
+from frameworm.engine.weight_formats import SAFETENSORS
 from frameworm.errors import CheckpointError, ConfigError, DataError
 from frameworm.hardware.devices import choose_device
 from frameworm.hardware.resolve import resolve_here
@@ -126,6 +127,7 @@ def train_workload(
         script=f"workload {config.workload}",
         notes=notes,
         metrics=check_metrics(workload.metrics),
+        processing_class=workload.processing_class,
     )
     return run_job(build_job(config, given))
 
@@ -204,7 +206,8 @@ def export_run(
         path: Run folder.
         out: The file, or a folder.
         overrides: Changes of the run's config: that of `workload` says that its code may be run to build the model.
-        form: As there; `auto` lets a model write itself if it can, its workload is named and `out` is a folder.
+        form: As there; `auto` lets a model write itself if it can and `out` is a folder: as the run has kept it, or by
+            its code where the workload is named.
         **options: As there.
 
     Raises:
@@ -212,9 +215,14 @@ def export_run(
     """
     named = any(item.partition("=")[0].strip() == "workload" for item in overrides)
     is_asked = form == "pretrained"
-    if not is_asked and not (form == "auto" and named and Path(out).suffix != SAFETENSORS):
+    if not is_asked and not (form == "auto" and Path(out).suffix != SAFETENSORS):
         return export_weights(path, out, form="safetensors" if form == "auto" else form, **options)
     folder = open_for_export(path, options.get("which", "latest"), options.get("metric", "val_loss"))
+    shape = None if named else kept_shape(folder.path)
+    if shape is not None:
+        return export_weights(path, out, form="pretrained", shape=shape, **options)
+    if not named and not is_asked:
+        return export_weights(path, out, **options)
     workload = build_workload(_for_inference(folder, overrides))
     if saves_itself(workload.model):
         return export_weights(path, out, form="pretrained", workload=workload, **options)

@@ -23,10 +23,12 @@ from frameworm.engine.model.fused_head import HeadUse, fused_heads, head_notes
 from frameworm.engine.model.modes import TrainingMode
 from frameworm.engine.model.processors import host_layers, quick_turns
 from frameworm.engine.optim.schedule import Schedule
+from frameworm.engine.pretrained import keep_shape
 from frameworm.engine.step.capture import CapturedStep, on_stream
 from frameworm.engine.step.evaluation import Evaluation, evaluate
 from frameworm.engine.step.step import SeenBatch, TrainStep
 from frameworm.engine.summary import count_per_epoch, fill_record, flatten_notes, judge_run, stop_error, summarise_rank
+from frameworm.errors import RunFolderError
 from frameworm.hardware.products import achievable_flops
 from frameworm.launch.process_group import all_reduce_sums, gather_objects
 from frameworm.observe.clocks.gradient_times import watched
@@ -178,6 +180,9 @@ class TrainingSession:
                 output.close_log()
                 raise
         output.write_config(dump_config(self._job.config))
+        if self._rank == 0 and output.folder is not None:
+            with contextlib.suppress(RunFolderError):  # a disk that refuses is told of by what follows
+                keep_shape(output.folder.path, self._job.model, self._job.processing_class)
         self._write_begun()
         self._parts.flops.counted = self._write_begun
         status = "failed"

@@ -21,11 +21,12 @@ from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, Schedule, TorchSchedule, schedule_of, warmed_up
+from frameworm.engine.pretrained import saves_itself
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
 from frameworm.engine.step.metrics import check_metrics
 from frameworm.engine.summary import why_failed
-from frameworm.engine.weight_formats import MAX_SHARD_SIZE, saves_itself
+from frameworm.engine.weight_formats import MAX_SHARD_SIZE
 from frameworm.errors import CheckpointError, ConfigError, StateError
 from frameworm.launch.process_group import cleanup, setup_ddp
 from frameworm.launch.stopping import StopRequest
@@ -215,6 +216,7 @@ class Trainer:
             metrics=self._metrics,
             trainer=self,
             loggers=self._loggers,
+            processing_class=self._processing_class,
             notes=[_SUMS] if getattr(self._loss_fn, "reduction", None) == "sum" else [],
         )
         with backend_flags_kept() if self._sets_backend else contextlib.nullcontext():

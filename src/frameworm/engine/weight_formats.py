@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import warnings
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from frameworm.engine.checkpoint.shard_reader import type_name
-from frameworm.errors import CheckpointError, ConfigError, ModelError, RunFolderError
+from frameworm.errors import CheckpointError, ConfigError, RunFolderError
 from frameworm.records.atomic import replacing, write_atomic
 
 FORMATS = ("auto", "safetensors", "pretrained", "dcp")
@@ -137,70 +135,6 @@ def _write_file(path: Path, tensors: Outgoing, names: list[str], about: Mapping[
     return 8 + len(text) + end
 
 
-def saves_itself(model: object) -> bool:
-    """Whether a model knows how to write a folder from which its library loads it."""
-    return callable(getattr(model, "save_pretrained", None))
-
-
-def write_pretrained(
-    target: Path,
-    model: nn.Module,
-    state: dict[str, torch.Tensor],
-    processing_class: Any,
-    max_shard_size: str | int,
-    *,
-    is_own_state: bool,
-) -> int:
-    """Let a model write itself and its config, and its tokenizer or processor beside it; returns the bytes written.
-
-    Args:
-        target: The folder.
-        model: It has a method `save_pretrained`.
-        state: The weights to write.
-        processing_class: Has such a method too; None: there is none.
-        max_shard_size: Of one file.
-        is_own_state: The model holds these very weights, in this type.
-
-    Raises:
-        ModelError: It does not write weights that are given to it, or cannot be written.
-    """
-    keywords: dict[str, Any] = {}
-    write: Callable[..., Any] = model.save_pretrained  # type: ignore[assignment]
-    parameters = inspect.signature(write).parameters
-    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-    if "max_shard_size" in parameters:
-        keywords["max_shard_size"] = max_shard_size
-    if "state_dict" in parameters or takes_any:
-        keywords["state_dict"] = state
-    elif not is_own_state:
-        raise ModelError(
-            f"{type(model).__name__}.save_pretrained takes no state_dict, so it only writes the weights that the model "
-            "holds: not averaged ones, another dtype or parts on several ranks; use the format safetensors"
-        )
-    kinds = [item.dtype for item in state.values() if item.is_floating_point()]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries, about their own next versions
-            write(target, **keywords)
-            if processing_class is not None:
-                processing_class.save_pretrained(target)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
-    if kinds:
-        _say_type(target / "config.json", str(max(set(kinds), key=kinds.count)).removeprefix("torch."))
-    return _size_of(target)
-
-
-def _say_type(config: Path, dtype: str) -> None:
-    """Let a written config name the type of most weights, where it names one at all: loaders go by it."""
-    if not config.is_file():
-        return
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    named = [key for key in ("dtype", "torch_dtype") if isinstance(settings.get(key), str)]
-    if any(settings[key] != dtype for key in named):
-        write_atomic(config, json.dumps({**settings, **dict.fromkeys(named, dtype)}, indent=2) + "\n")
-
-
 def write_dcp(target: Path, state: dict[str, Any]) -> int:
     """Write a folder that torch.distributed.checkpoint reads; all ranks call it, each writes what it holds.
 
@@ -223,8 +157,9 @@ def write_dcp(target: Path, state: dict[str, Any]) -> int:
         raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from None
     except CheckpointException as error:
         raise CheckpointError(f"cannot write {target}: {error}") from None
-    return _size_of(target)
+    return size_of(target)
 
 
-def _size_of(folder: Path) -> int:
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
