@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from frameworm.attach.trial.switches import Switches, through_options
+from frameworm.attach.trial.switches import WORDS, Switches, through_options
 from frameworm.guard.agreement import Agreement, OutputErrors, StateErrors
 from frameworm.guard.gain import Speedup, Window, speedup_of
 from frameworm.guard.proof import Evidence, Learning, StepEvidence
-from frameworm.report.tune.text import waterfall
+from frameworm.report.tune.text import by_hand, waterfall
 from frameworm.tune.scripts.knobs import ScriptKnob, forget_options
 from frameworm.tune.scripts.process import ScriptError, Stand
 from frameworm.tune.scripts.search import ScriptSearch
@@ -408,3 +409,73 @@ def test_a_whole_that_the_noise_hides_is_not_told_as_proved(tmp_path: Path) -> N
     assert len(result.accepted) == 2
     assert result.speedup is None
     assert "what they gain together is not proved" in waterfall(result.to_json())
+
+
+class Written(Given):
+    """A search whose script has lines to write into; what that gains, a table says for words in the text."""
+
+    def __init__(
+        self, folder: Path, gains: dict[str, float], words: dict[str, float], wrong_words: Sequence[str] = ()
+    ) -> None:
+        places = [("optimizer", 1, "Adam"), ("loader", 2, "DataLoader")]
+        super().__init__(folder, {**CPU, "padded_share": 0.5, "places": places}, gains, wrong=["tf32"])
+        (folder / "train.py").write_text("optimizer = Adam(model)\nloader = DataLoader(data)\n")
+        self._words, self._wrong_words = words, wrong_words
+
+    def _time_both(self, before: Switches, after: Switches, source: str | None = None, **how: Any) -> list[Window]:
+        if source is None:
+            return super()._time_both(before, after, **how)
+        gain = math.prod(value for word, value in self._words.items() if word in source)
+        pairs = [(Window("before", self._step(before) * item), Window("after", 1 / gain)) for item in (1.0, 1.01) * 4]
+        return [window for pair in pairs for window in pair]
+
+    def _compare(self, candidate: Switches, source: str | None = None, **_: Any) -> Evidence:
+        is_wrong = source is not None and any(word in source for word in self._wrong_words)
+        return super()._compare(Switches(tf32=True) if is_wrong else candidate)
+
+
+def test_what_can_be_written_becomes_a_patch_and_the_rest_lines_by_hand(tmp_path: Path) -> None:
+    gains = {"fused_optimizer": 1.3, "trim_padding": 1.5}
+    result = Written(tmp_path, gains, {"fused=True": 1.3}).run()
+    assert set(result.changes) == set(gains)
+    assert result.patch is not None
+    assert "+optimizer = Adam(model, fused=True)" in result.patch
+    assert result.patch_without == {
+        "trim_padding": "its batches are not a flat mapping or sequence of tensors, all of them alike"
+    }
+    assert result.patch_speedup is not None
+    assert result.patch_speedup.value == pytest.approx(1.3, rel=0.02)
+    assert result.by_hand == [WORDS["trim_padding"][2]]
+    told = by_hand(result.to_json(), "tuned.patch")
+    assert told.startswith(
+        "patch       git apply tuned.patch\nwithout     batches as wide as their longest sample: its ba"
+    )
+
+
+def test_a_part_that_is_not_proved_faster_is_not_offered(tmp_path: Path) -> None:
+    result = Written(tmp_path, {"fused_optimizer": 1.3, "trim_padding": 1.5}, {"fused=True": 1.01}).run()
+    assert result.patch is None
+    assert result.no_patch is not None
+    assert "not proved faster" in result.no_patch
+    assert len(result.by_hand) == 2
+
+
+def test_loader_processes_that_draw_other_samples_are_left_out_of_the_patch(tmp_path: Path) -> None:
+    gains = {"fused_optimizer": 1.3, "workers": 1.5}
+    result = Written(tmp_path, gains, {"fused=True": 1.3, "num_workers": 1.5}, wrong_words=["num_workers"]).run()
+    assert set(result.changes) == set(gains)
+    assert result.patch is not None
+    assert "num_workers" not in result.patch
+    assert result.no_patch is None
+    assert result.patch_without["workers"].startswith("written into the script they do not compute the same")
+
+
+def test_a_whole_patch_is_as_fast_as_the_switches(tmp_path: Path) -> None:
+    gains = {"fused_optimizer": 1.3, "workers": 1.5}
+    result = Written(tmp_path, gains, {"fused=True": 1.3, "num_workers": 1.5}).run()
+    assert result.patch is not None
+    assert result.patch_without == {}
+    assert result.patch_speedup is None
+    slow = Written(tmp_path, gains, {"fused=True": 1.1, "num_workers": 1.0}).run()
+    assert slow.patch is not None, "without the loader processes it is still faster than the script"
+    assert slow.patch_without["workers"].startswith("written into the script they are not as fast")

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from frameworm.attach.trial.interception import can_fuse
 from frameworm.attach.trial.loading import can_have_processes
 
 _Function = Callable[..., Any]
-Place = Literal["optimizer", "loader", "model", "data_parallel", "zeroing", "copy"]
+Place = Literal["optimizer", "loader", "model", "data_parallel", "zeroing", "copy", "backward", "update"]
 # Frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
@@ -82,8 +82,8 @@ class StepCounter:
         optimizers: Those that have stepped, likewise.
         zeroes: Gradients were filled with zeros, not dropped.
         copies: Tensors were copied to a GPU in a step, and the host waited.
-        places: Lines of the script where optimizers and loaders are made and models are called, as kind, line and, of
-            a model, the name that it has there.
+        places: Lines of the script where optimizers and loaders are made, models are called, gradients are computed and
+            optimizers step, as kind, line and name: of a model what the script calls it, of what is made its class.
     """
 
     def __init__(self, listener: Listener, script: str = "") -> None:
@@ -180,7 +180,10 @@ class StepCounter:
                 return original(module, *args, **kwargs)
             if not (module.training and torch.is_grad_enabled() and self._mine()):
                 return original(module, *args, **kwargs)
-            if not any(module is known for known in self.models) and _learns(module):
+            is_known = any(module is known for known in self.models)
+            if is_known:
+                self._note_place("model", module)
+            elif _learns(module):
                 self.models.append(module)
                 if self._note_place("model", module):
                     self.own_models.append(module)
@@ -203,6 +206,7 @@ class StepCounter:
             if not is_dynamo_compiling() and self._mine():
                 first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
                 if isinstance(first, torch.Tensor):
+                    self._note_place("backward")
                     self._tell(self._listener.goes_back, first)
             return original(tensors, *args, **kwargs)
 
@@ -222,7 +226,7 @@ class StepCounter:
         def initialise(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if can_fuse(optimizer):
-                self._note_place("optimizer")
+                self._note_place("optimizer", name=type(optimizer).__name__)
             kind = type(optimizer)
             if getattr(kind, "step", None) is not None and getattr(kind.step, _OURS, None) is not self:
                 wrapper: Any = self._stepping(kind.step)
@@ -236,15 +240,15 @@ class StepCounter:
         def initialise(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
             if can_have_processes(loader):
-                self._note_place("loader")
+                self._note_place("loader", name=type(loader).__name__)
 
         return initialise
 
     def _dividing(self, original: _Function) -> _Function:
         @functools.wraps(original)
-        def initialise(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self._note_place("data_parallel")
+        def initialise(model: Any, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            self._note_place("data_parallel", name=type(model).__name__)
 
         return initialise
 
@@ -270,22 +274,26 @@ class StepCounter:
 
         return copy
 
-    def _note_place(self, kind: Place, made: object = None) -> bool:
-        """Note the line of the script that goes on, if this is its own doing and not a library's."""
+    def _note_place(self, kind: Place, made: object = None, name: str = "") -> bool:
+        """Note the line of the script that goes on, if this is its own doing and not a library's.
+
+        Args:
+            kind: What happens there.
+            made: A model; it may have a name in the script also where a library calls it.
+            name: What to note with the line; of a model, its name is.
+        """
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_AND_TORCH):
             frame = frame.f_back
         own = frame is not None and frame.f_code.co_filename == self._script
         if not own and made is None:
             return False
-        while frame is not None and frame.f_code.co_filename != self._script:
-            frame = frame.f_back  # a model that a library calls may have a name in the script all the same
-        if frame is None:
+        around = [item for item in _outwards(frame) if item.f_code.co_filename == self._script]
+        if not around:
             return False
-        names = {**frame.f_globals, **frame.f_locals}
-        name = next((name for name, value in names.items() if made is not None and value is made), "")
-        if (own or name) and (kind, frame.f_lineno, name) not in self.places:
-            self.places.append((kind, frame.f_lineno, name))
+        name = name if made is None else _name_in(around, made)
+        if (own or name) and (kind, around[0].f_lineno, name) not in self.places:
+            self.places.append((kind, around[0].f_lineno, name))
         return own
 
     def _stepping(self, original: _Function) -> _Function:
@@ -301,6 +309,7 @@ class StepCounter:
                 self._completed()
             if not any(optimizer is known for known in self.optimizers):
                 self.optimizers.append(optimizer)
+                self._note_place("update")
             self._tell(functools.partial(self._listener.updates, evaluates=closure is not None), optimizer)
             if closure is None:
                 result = original(optimizer, *args, **kwargs)
@@ -324,6 +333,36 @@ class StepCounter:
             return result
 
         return evaluate
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _name_in(frames: Sequence[types.FrameType], made: object) -> str:
+    """What an object is called in some frames, from the inside out; empty where it has no name.
+
+    A name of the outermost frame is where the object comes from. What a function is given has its name from elsewhere,
+    so such names come last, behind attributes such as `self.model`.
+    """
+    own, given = [], []
+    for frame in frames:
+        code = frame.f_code
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        held = {**frame.f_globals, **frame.f_locals}
+        names = [name for name, value in held.items() if value is made]
+        own += [name for name in names if name not in arguments][:1]
+        given += [name for name in names if name in arguments][:1]
+    attributes = [
+        f"{name}.{attribute}"
+        for name, value in frames[0].f_locals.items()
+        if not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__")
+        for attribute, item in {**vars(value), **vars(value).get("_modules", {})}.items()
+        if item is made
+    ]
+    return next(iter((*own[::-1], *attributes, *given[::-1])), "")
 
 
 def _learns(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from frameworm.attach.trial.data_parallel import facts_of_data_parallel, gathers
 from frameworm.attach.trial.framework_options import FrameworkOptions
 from frameworm.attach.trial.interception import ModelSwitches, attention_of, can_fuse
 from frameworm.attach.trial.loading import reads_in_own_order
+from frameworm.attach.trial.padding_layout import layout_of
 from frameworm.attach.trial.steps import Listener, StepCounter
 from frameworm.attach.trial.whole_batches import can_be_indexed
 from frameworm.attach.watch import leading_size
@@ -184,6 +185,7 @@ class Seen:
         workers: Processes of the loaders that read in an order of their own, by loader.
         pinned: Whether these page-lock.
         padded: Of their batches, the share of positions beyond the longest sample.
+        layouts: Of those that are padded so, where they say what pads them.
         indexable: Whether their batches can be indexed at once.
         attention: The back end of attention in the first step, as `attention_of` tells.
         draws: Whether random numbers are drawn between a model's call and its backward pass.
@@ -193,6 +195,7 @@ class Seen:
     workers: list[int] = field(default_factory=list)
     pinned: list[bool] = field(default_factory=list)
     padded: list[float] = field(default_factory=list)
+    layouts: list[dict[str, Any] | None] = field(default_factory=list)
     indexable: list[bool] = field(default_factory=list)
     attention: str | None = None
     draws: bool = False
@@ -210,6 +213,8 @@ class Seen:
             tokens = tokens_of(batch)
             if tokens is not None:
                 self.padded.append(tokens.beyond_longest / tokens.positions)
+                if tokens.beyond_longest:
+                    self.layouts.append(layout_of(batch))
 
 
 def _list_of_blocks(models: list[nn.Module]) -> str | None:
@@ -221,6 +226,20 @@ def _list_of_blocks(models: list[nn.Module]) -> str | None:
         (name, item) for name, item in models[0].named_modules() if isinstance(item, (nn.ModuleList, nn.Sequential))
     ]
     return next((name for name, item in lists if name and list(item) == kinds[0]), None)
+
+
+def _classes_of_blocks(models: list[nn.Module]) -> list[list[str]]:
+    """The classes of the blocks that models repeat, as module and name, where they can be imported."""
+    kinds = {type(blocks[0]) for model in models for blocks in find_block_classes(model)}
+    # `fully_shard` gives a module a class of its own, below the one that the script knows.
+    found = {_own_class(kind) for kind in kinds}
+    return [] if nn.Module in found else sorted([kind.__module__, kind.__name__] for kind in found)
+
+
+def _own_class(made: type[nn.Module]) -> type[nn.Module]:
+    kinds: list[type[nn.Module]] = [kind for kind in made.__mro__ if issubclass(kind, nn.Module)]
+    own = [kind for kind in kinds if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind]
+    return own[0]
 
 
 def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
@@ -247,6 +266,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "compiled": any(item._compiled_call_impl is not None or hasattr(item, "_orig_mod") for item in models),
         "blocks": max((len(blocks) for model in models for blocks in find_block_classes(model)), default=0),
         "block_list": _list_of_blocks(models),
+        "block_classes": _classes_of_blocks(models),
         "gathers_twice": gathers_twice(models),
         "shard_calls": shard_calls(models),
         "convolutions": any(isinstance(item, nn.Conv2d) for item in modules),
@@ -254,6 +274,7 @@ def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
         "pinned": all(seen.pinned) if seen.pinned else None,
         "indexable": any(seen.indexable),
         "padded_share": sum(seen.padded) / len(seen.padded) if seen.padded else None,
+        "padding": seen.layouts[0] if seen.layouts and all(item == seen.layouts[0] for item in seen.layouts) else None,
         "attention": seen.attention,
         "zeroes": counter.zeroes,
         "copies": counter.copies,

@@ -96,9 +96,13 @@ def by_hand(result: Mapping[str, Any], patch: str, width: int = WIDTH) -> str:
     lines = [tables.plain(item) for item in tune_tables.sequence(result.get("by_hand"))]
     if not lines:
         return ""
+    width = max(width, _NARROWEST)
     told = f"git apply {patch}" if result.get("patch") else f"there is none: {tables.plain(result.get('no_patch'))}"
+    without: list[str] = []
+    for item in map(tune_tables.mapping, tune_tables.sequence(result.get("patch_without"))):
+        without += field("without", f"{tables.plain(item.get('change'))}: {tables.plain(item.get('reason'))}", width)
     written = [f"{'by hand' if not place else '':<{LABEL_WIDTH}}{line}" for place, line in enumerate(lines)]
-    return "\n".join([*field("patch", told, max(width, _NARROWEST)), *written]) + "\n"
+    return "\n".join([*field("patch", told, width), *without, *written]) + "\n"
 
 
 def _bars(stages: Sequence[Stage], width: int) -> list[str]:

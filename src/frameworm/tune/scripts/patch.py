@@ -1,305 +1,438 @@
 """The changes that a tuning found, written into the script itself: a small diff, or why there is none.
 
-Where to write is known from the run: the lines at which optimizers, loaders and a framework's options were made and
-models were called.
+Where to write is known from the run: the lines at which optimizers, loaders and a framework's options were made, models
+were called and gradients computed. Each switch has a writer, which finds its place in the script or says why there is
+none; what one of them cannot write does not keep the others from it.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from frameworm.attach.trial.switches import options_of
+from frameworm.tune.scripts.by_hand import (
+    attention_lines,
+    block_lines,
+    trimming_function,
+)
+from frameworm.tune.scripts.source import Edit, Keyword, NoPatchError, Source, Span, names_in, names_set_in
 
-# Switches that become keywords of a call that the script makes, and those that become lines of their own.
-_KEYWORDS: dict[str, tuple[str, dict[str, str]]] = {
-    "fused_optimizer": ("optimizer", {"fused": "True"}),
-    "workers": ("loader", {"num_workers": "{value}"}),
-    "pin_memory": ("loader", {"pin_memory": "True"}),
-    "bucket_mib": ("data_parallel", {"bucket_cap_mb": "{value}"}),
-    "bucket_views": ("data_parallel", {"gradient_as_bucket_view": "True"}),
-    "static_graph": ("data_parallel", {"static_graph": "True"}),
-    "none_gradients": ("zeroing", {"set_to_none": "True"}),
-    "non_blocking": ("copy", {"non_blocking": "True"}),
-}
-_AT_THE_TOP = {
-    "tf32": 'torch.set_float32_matmul_precision("high")',
-    "cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
-    "threads": "torch.set_num_threads({value})",
-    "attention": "",  # by its value
-}
-_LEFT_OUT = {
-    "flash": ("mem_efficient", "cudnn"),
-    "efficient": ("flash", "cudnn"),
-    "cudnn": ("flash", "mem_efficient"),
-    "math": ("flash", "mem_efficient", "cudnn"),
-}
-_OF_THE_MODEL = {
-    "channels_last": "{model}.to(memory_format=torch.channels_last)",
-    "compile": "{model}.compile()",
-    "cuda_graphs": '{model}.compile(mode="reduce-overhead")',
-    "compile_blocks": "for block in {model}.{blocks}:\n{indent}    block.compile()",
-}
-_OWN_AFFAIR = {
-    "trim_padding": "how samples are padded is decided in many ways; the line to write by hand says what to do",
-    "shard_calls": "where fully_shard is called is not followed; write it by hand",
-    "keep_gathered": "where fully_shard is called is not followed; write it by hand",
-    "late_losses": "what is logged when is for the script to say; write it by hand",
-    "gather_once": "which pass is the last of an update is for the script to say; write it by hand",
-}
-_MAKES: dict[str, tuple[str, ...]] = {
-    "loader": ("DataLoader",),
-    "optimizer": (),
-    "data_parallel": (),
-    "zeroing": ("zero_grad",),
-    "copy": ("to", "cuda"),
-}
-_CALLED = {
-    "data_parallel": "DistributedDataParallel",
-    "zeroing": "call of zero_grad",
-    "copy": "copy of a batch",
-}
+_CALLED = {"data_parallel": "DistributedDataParallel", "zeroing": "call of zero_grad", "copy": "copy of a batch"}
+_FULLY_SHARD, _RESHARD = "fully_shard", "reshard_after_forward"
 
 
-class NoPatchError(Exception):
-    """There is no place in the script to write a change; the message says why."""
+@dataclass(frozen=True)
+class Written:
+    """A script with changes in it.
+
+    Attributes:
+        text: The script.
+        changes: The switches that are in it, with their values.
+        left: The other switches, and why they are not.
+    """
+
+    text: str
+    changes: dict[str, Any]
+    left: dict[str, str]
 
 
-def patched(source: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """The script with the changes in it.
+def write_changes(text: str, changes: Mapping[str, Any], facts: Mapping[str, Any]) -> Written:
+    """Write as many of the changes as have a place in the script.
 
     Args:
-        source: The script.
+        text: The script.
         changes: Switches and their values.
         facts: What is known about the script; of its `places`, kind, line and name, as they were noted.
-
-    Raises:
-        NoPatchError: One of the changes has no place of its own.
     """
-    places: Sequence[Sequence[Any]] = facts["places"]
+    script = _Script(text, facts)
     options = options_of(changes, facts)
-    keywords = {"options": {key: text for item in options.values() for key, text in item.items()}}
+    edits: list[Edit] = []
+    done: dict[str, Any] = {}
+    left: dict[str, str] = {}
     for name, value in changes.items():
-        if name in _KEYWORDS and name not in options:
-            kind, wanted = _KEYWORDS[name]
-            keywords.setdefault(kind, {}).update({key: text.format(value=value) for key, text in wanted.items()})
-    is_batched = False
-    # From the last line on: what is written at one must not move the others.
-    for line, kind, name in sorted({(int(line), kind, str(name)) for kind, line, name in places}, reverse=True):
-        if kind == "copy" and keywords.get(kind):
-            source = _with_copies(source, line, keywords[kind])
-        elif keywords.get(kind):
-            source = _with_keywords(source, line, kind, _MAKES.get(kind, (name,)), keywords[kind])
-        if kind == "loader" and changes.get("whole_batches"):
-            one_by_one, source = source, _in_whole_batches(source, line)
-            is_batched = is_batched or source != one_by_one
-    for kind, wanted in keywords.items():
-        if wanted and kind not in {place[0] for place in places}:
-            raise NoPatchError(_why_no_place(kind, wanted, facts))
-    if changes.get("whole_batches") and not is_batched:
-        raise NoPatchError(
-            "whole_batches: the script makes no loader by DataLoader(data, batch_size=..., shuffle=True)"
-        )
-    known = {*_KEYWORDS, *options, "whole_batches"}
-    changes = {name: value for name, value in changes.items() if name not in known}
-    tree = ast.parse(source)
-    added: dict[int, list[str]] = {}
-    for name, value in changes.items():
-        if name in _AT_THE_TOP:
-            if not _has_name(tree, "torch"):
-                raise NoPatchError(f"{name}: the script does not import torch under its own name")
-            lines = [_AT_THE_TOP[name].format(value=value)]
-            if name == "attention":
-                lines = [f"torch.backends.cuda.enable_{other}_sdp(False)" for other in _LEFT_OUT[value]]
-            added.setdefault(_after_imports(tree), []).extend(lines)
-        elif name in _OF_THE_MODEL:
-            models = sorted({str(model) for kind, _, model in places if kind == "model"})
-            if name == "compile_blocks" and facts.get("block_list") is None:
-                raise NoPatchError(f"{name}: the blocks do not all lie in one list of the model")
-            place, text = _after_model(source, tree, name, models, facts.get("block_list"))
-            added.setdefault(place, []).append(text)
-        elif name in _OWN_AFFAIR:
-            raise NoPatchError(f"{name}: {_OWN_AFFAIR[name]}")
+        try:
+            new = script.with_options(options[name]) if name in options else _WRITERS[name](script, value)
+            script.source.written([*edits, *new])
+        except NoPatchError as error:
+            left[name] = str(error)
         else:
-            raise NoPatchError(f"{name}: it goes around the model's call and its loss, which only you can tell apart")
-    rows = source.splitlines(keepends=True)
-    for place in sorted(added, reverse=True):
-        rows[place:place] = [f"{line}\n" for line in added[place]]
-    return "".join(rows)
+            edits += new
+            done[name] = value
+    return Written(script.source.written(edits), done, left)
 
 
-def as_diff(before: str, after: str, name: str) -> str:
-    """What `git apply` and `patch -p1` take."""
-    return "".join(
-        difflib.unified_diff(
-            before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+class _Script:
+    """A script and what its run has shown of it."""
+
+    def __init__(self, text: str, facts: Mapping[str, Any]) -> None:
+        self.source = Source(text)
+        self.facts = facts
+        # Several runs of a line note it once each.
+        self.places: Sequence[tuple[str, int, str]] = sorted(
+            {(kind, int(at), str(name)) for kind, at, name in facts["places"]}
         )
-    )
+
+    def of_kind(self, kind: str) -> list[tuple[int, str]]:
+        """Lines of a kind, and the name that goes with each."""
+        return [(line, name) for place, line, name in self.places if place == kind]
+
+    def makers(self, kind: str) -> list[ast.Call]:
+        """The calls that make the objects of a kind."""
+        found = []
+        for line, name in self.of_kind(kind):
+            call = self.source.call_that_makes(line, name)
+            if call is None:
+                raise NoPatchError(
+                    f"line {line} makes the {name or _CALLED.get(kind, kind)} in a way that cannot be added to"
+                )
+            found.append(call)
+        if not found:
+            raise NoPatchError(f"the {_CALLED.get(kind, kind)} is made by a library, not by the script")
+        return found
+
+    def with_keywords(self, calls: Sequence[ast.Call], known: Sequence[str] | None = None, **wanted: str) -> list[Edit]:
+        """Arguments more, or with other values.
+
+        Args:
+            calls: What gets them.
+            known: Names that the script is known to give; None: only its text tells.
+            wanted: The arguments.
+        """
+        for call in calls:
+            written = {item.arg for item in call.keywords}
+            may_hold = self.source.words() if known is None else set(known)
+            hidden = [name for name in wanted if None in written and name not in written and name in may_hold]
+            if hidden:
+                raise NoPatchError(f"line {call.lineno} gives its arguments by **, and {hidden[0]} may be one of them")
+        return [Keyword(call, name, value) for call in calls for name, value in wanted.items()]
+
+    def with_options(self, wanted: Mapping[str, str]) -> list[Edit]:
+        """Options of the script's framework, in the line that makes the object which takes them."""
+        taker, maker = self.facts["framework"]["arguments"], self.facts.get("options_made_by")
+        places = self.of_kind("options")
+        if not places:
+            by = (
+                f"by {maker}, from a command line or a config: give it there"
+                if maker
+                else ("in another file: write it there")
+            )
+            raise NoPatchError(f"{taker} is made {by}")
+        calls = []
+        for line, name in places:
+            found = self.source.calls_at(line, name)
+            if not found:
+                raise NoPatchError(f"line {line} makes {name} in a way that cannot be added to")
+            calls.append(found[-1])
+        return self.with_keywords(calls, self.facts.get("options_given") or (), **wanted)
+
+    def models(self) -> list[tuple[str, ast.stmt]]:
+        """The models that are trained: what each is called, and the statement that gives it the name."""
+        found: dict[str, ast.stmt] = {}
+        for line, name in self.of_kind("model"):
+            statement = self.source.statement_that_names(name, line) if name else None
+            if statement is None:
+                told = f"a model that line {line} calls" if not name else f"{name}, which line {line} calls,"
+                raise NoPatchError(f"{told} gets no name of its own in the script")
+            found[name] = statement
+        if not found:
+            raise NoPatchError("no model that is trained has a name in the script")
+        return list(found.items())
+
+    def torch(self) -> tuple[str, list[Edit]]:
+        """What torch is called here, with the import if there is none."""
+        return self.source.name_of_module("torch")
+
+    def passes(self) -> list[tuple[ast.stmt, ast.stmt, list[ast.stmt]]]:
+        """Each backward pass with the forward pass before it, as two statements of one block, and that block."""
+        found = []
+        forward = {line for line, _ in self.of_kind("model")}
+        others = {line for kind in ("backward", "update") for line, _ in self.of_kind(kind)}
+        for line, _ in self.of_kind("backward"):
+            for last in [item for call in self.source.calls_at(line) for item in self.source.statements_around(call)]:
+                block = self.source.block_of(last)
+                first: ast.stmt | None = None
+                for statement in block[: block.index(last) + 1]:
+                    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+                    if first is None and forward.intersection(lines):
+                        first = statement
+                    if others.intersection(lines) and statement is not last:
+                        first = None
+                if first is not None:
+                    found.append((first, last, block))
+                    break
+        if not found:
+            raise NoPatchError("the model's call and the backward pass do not lie in one block of the script")
+        return found
 
 
-def _why_no_place(kind: str, keywords: Mapping[str, str], facts: Mapping[str, Any]) -> str:
-    if kind != "options":
-        return f"{', '.join(keywords)}: the {_CALLED.get(kind, kind)} is made by a library, not by the script"
-    taker, maker = facts["framework"]["arguments"], facts.get("options_made_by")
-    by = f"by {maker}, from a command line or a config: give it there" if maker else "in another file: write it there"
-    return f"{taker} is made {by}"
+def _at_the_top(line: str) -> Callable[[_Script, Any], list[Edit]]:
+    def write(script: _Script, value: Any) -> list[Edit]:
+        torch, imports = script.torch()
+        return [
+            *imports,
+            script.source.behind(script.source.after_imports(), "", line.format(torch=torch, value=value)),
+        ]
+
+    return write
 
 
-def _with_keywords(source: str, line: int, kind: str, names: Sequence[str], keywords: Mapping[str, str]) -> str:
-    """The call at a line with keywords added; those that it has are replaced."""
-    what = names[0] if kind == "options" else f"the {_CALLED.get(kind, kind)}"
-    call = _call_at(ast.parse(source), line, names)
-    if call is None or call.end_lineno is None or call.end_col_offset is None:
-        raise NoPatchError(f"line {line} makes {what} in a way that cannot be added to")
-    if kind == "zeroing" and call.args:
-        raise NoPatchError(f"line {line} calls zero_grad({ast.unparse(call.args[0])}); leave that argument out")
-    if any(item.arg is None for item in call.keywords):
-        raise NoPatchError(f"line {line} gives {what} its arguments by **")
-    rows = source.splitlines(keepends=True)
-    # From the last on: what is written in place of one must not move the others.
-    for item in sorted((item for item in call.keywords if item.arg in keywords), key=_end, reverse=True):
-        value = item.value
-        if value.lineno != value.end_lineno:
-            raise NoPatchError(f"line {line} sets {item.arg} over several lines")
-        _replace(rows, value, keywords[str(item.arg)])
-    known = {item.arg for item in call.keywords}
-    new = [f"{key}={value}" for key, value in keywords.items() if key not in known]
-    if new:
-        call = _call_at(ast.parse("".join(rows)), line, names)
-        assert call is not None
-        rows = _added_to(rows, call, new)
-    return "".join(rows)
+def _attention(script: _Script, value: str) -> list[Edit]:
+    torch, imports = script.torch()
+    return [*imports, *script.source.at_the_top(*(line.format(torch=torch) for line in attention_lines(value)))]
 
 
-def _with_copies(source: str, line: int, keywords: Mapping[str, str]) -> str:
-    """All copies of a line with keywords added; there are often several."""
-    rows = source.splitlines(keepends=True)
-    for call in sorted(_calls_at(ast.parse(source), line, _MAKES["copy"]), key=_end, reverse=True):
-        new = [f"{key}={value}" for key, value in keywords.items() if key not in {item.arg for item in call.keywords}]
-        rows = _added_to(rows, call, new) if new else rows
-    return "".join(rows)
+def _keywords(kind: str, **wanted: str) -> Callable[[_Script, Any], list[Edit]]:
+    def write(script: _Script, value: Any) -> list[Edit]:
+        given = {name: text.format(value=value) for name, text in wanted.items()}
+        return script.with_keywords(script.makers(kind), **given)
+
+    return write
 
 
-def _replace(rows: list[str], node: ast.expr, text: str) -> None:
-    """Write something else in place of an expression that lies on one line."""
-    row = rows[node.lineno - 1].encode()  # columns count bytes
-    rows[node.lineno - 1] = (row[: node.col_offset] + text.encode() + row[node.end_col_offset :]).decode()
+def _of_the_model(line: str) -> Callable[[_Script, Any], list[Edit]]:
+    def write(script: _Script, value: Any) -> list[Edit]:
+        models = script.models()
+        torch, imports = script.torch() if "{torch}" in line else ("", [])
+        return [*imports, *(script.source.behind(at, line.format(model=name, torch=torch)) for name, at in models)]
+
+    return write
 
 
-def _in_whole_batches(source: str, line: int) -> str:
-    """The source with a sampler of whole batches in the loader at a line, if that one shuffles by itself."""
-    tree = ast.parse(source)
-    call = _call_at(tree, line, _MAKES["loader"])
-    if call is None or any(item.arg is None for item in call.keywords):
-        return source
-    given: dict[str, ast.expr] = dict(zip(("dataset", "batch_size", "shuffle"), call.args))
-    given.update((str(item.arg), item.value) for item in call.keywords)
-    data, size, shuffle = (given.get(name) for name in ("dataset", "batch_size", "shuffle"))
-    if data is None or size is None or not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
-        return source
-    if not _name_of(data) or not _has_name(tree, "torch") or given.keys() & {"sampler", "batch_sampler", "generator"}:
-        return source
-    text = {name: ast.get_source_segment(source, value) for name, value in given.items()}
-    batches = (
-        f"torch.utils.data.BatchSampler(torch.utils.data.RandomSampler({text['dataset']}), {text['batch_size']}, "
-        f"{text.get('drop_last', 'False')})"
-    )
-    keywords = {"batch_size": "None", "shuffle": "False", "drop_last": "False"}
-    rows = source.splitlines(keepends=True)
-    for value in reversed(call.args[1:3]):
-        if value.lineno != value.end_lineno:
-            return source
-        _replace(rows, value, "None" if value is size else "False")
-    there = {str(item.arg) for item in call.keywords}
-    changed = {name: word for name, word in keywords.items() if name in there}
-    return _with_keywords("".join(rows), line, "loader", _MAKES["loader"], {**changed, "sampler": batches})
+def _blocks(script: _Script, value: Any) -> list[Edit]:
+    if not (script.facts.get("block_list") or script.facts.get("block_classes")):
+        raise NoPatchError("the blocks do not lie in one list of the model, and their classes cannot be imported")
+    edits: list[Edit] = []
+    for name, statement in script.models():
+        lines, modules = block_lines(
+            name, script.facts, script.source.free_name("block", "part", "child"), script.source.defined()
+        )
+        for module, kind in modules:
+            edits.append(script.source.behind(script.source.after_imports(), f"from {module} import {kind}"))
+        edits.append(script.source.behind(statement, *lines))
+    return edits
 
 
-def _added_to(rows: list[str], call: ast.Call, new: Sequence[str]) -> list[str]:
-    """Arguments more, behind the last one; on lines of their own where that is how the call is written."""
-    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    last = max(arguments, key=_end, default=None)
-    at_line, at_column = (call.end_lineno, (call.end_col_offset or 1) - 1) if last is None else _end(last)
-    assert at_line is not None
-    row = rows[at_line - 1].encode()
-    before, behind = row[:at_column], row[at_column:]
-    first = b"" if last is None else rows[last.lineno - 1].encode()[: last.col_offset]
-    if last is not None and not first.strip() and (call.end_lineno or 0) > at_line:
-        comma = b"" if behind.lstrip().startswith(b",") else b","
-        rows[at_line - 1] = (before + comma + behind).decode()
-        rows[at_line:at_line] = [f"{first.decode()}{item},\n" for item in new]
+def _copies(script: _Script, value: Any) -> list[Edit]:
+    lines = script.of_kind("copy")
+    if not lines:
+        raise NoPatchError("the copies of batches are made by a library, not by the script")
+    calls = [call for line, _ in lines for call in script.source.calls_at(line, "to", "cuda")]
+    free = [call for call in calls if "non_blocking" not in {item.arg for item in call.keywords}]
+    return script.with_keywords(free, non_blocking="True")
+
+
+def _dropped_gradients(script: _Script, value: Any) -> list[Edit]:
+    calls = [call for line, _ in script.of_kind("zeroing") for call in script.source.calls_at(line, "zero_grad")]
+    if not calls:
+        raise NoPatchError("the call of zero_grad is made by a library, not by the script")
+    return [Span(script.source.end(call.func), script.source.end(call), "()") for call in calls]
+
+
+def _kept_gathered(script: _Script, value: Any) -> list[Edit]:
+    return script.with_keywords(_sharding(script), **{_RESHARD: "False"})
+
+
+def _sharding(script: _Script) -> list[ast.Call]:
+    calls = script.source.calls_of(_FULLY_SHARD)
+    if not calls:
+        raise NoPatchError("fully_shard is called by a library, not by the script")
+    return calls
+
+
+def _one_shard_call(script: _Script, value: Any) -> list[Edit]:
+    """The script without all calls but the last, and without loops that only make them."""
+    source = script.source
+    edits: list[Edit] = []
+    for call in _sharding(script)[:-1]:
+        statement = source.statement_of(call)
+        if not (isinstance(statement, ast.Expr) and statement.value is call):
+            raise NoPatchError(f"line {call.lineno} uses what fully_shard returns; leave that call out")
+        while len(source.block_of(statement)) == 1 and isinstance(source.parent(statement), (ast.For, ast.If)):
+            around = source.parent(statement)
+            assert isinstance(around, (ast.For, ast.If))
+            if around.orelse:
+                break
+            statement = around
+        if len(source.block_of(statement)) == 1:
+            raise NoPatchError(f"line {call.lineno} calls fully_shard where nothing else is done; leave that call out")
+        edits.append(source.without(statement))
+    if not edits:
+        raise NoPatchError(
+            "one line of the script makes all calls of fully_shard; leave out those for parts of the model"
+        )
+    return edits
+
+
+def _gathered_once(script: _Script, value: Any) -> list[Edit]:
+    """DistributedDataParallel is told before each pass whether an update follows, as the loop itself decides it."""
+    source = script.source
+    if (script.facts.get("data_parallel") or {}).get("looks_for_unused"):
+        raise NoPatchError("it looks for unused parameters, and would miss those that only the first passes use")
+    models = [name for name, _ in script.models()]
+    first, _, block = _only(script.passes())
+    loop = source.loop_around(first)
+    updates = [call for line, _ in script.of_kind("update") for call in source.calls_at(line)]
+    if len(models) != 1 or loop is None or not updates:
+        raise NoPatchError("the loop does not show which pass is the last of an update")
+    guards = [item for item in source.ancestors(updates[0]) if isinstance(item, ast.If) and item in block]
+    if guards:
+        condition = guards[0].test
+        between = block[block.index(first) : block.index(guards[0])]
+        inner = source.code_of(condition)
+    elif (
+        isinstance(loop, ast.For)
+        and isinstance(loop.target, ast.Name)
+        and isinstance(loop.iter, ast.Call)
+        and names_in(loop.iter.func) == {"range"}
+        and len(loop.iter.args) == 1
+        and source.start(updates[0]) > source.end(loop)
+    ):
+        condition, between = loop.iter.args[0], []
+        count = source.code_of(condition)
+        inner = f"{loop.target.id} == {count if isinstance(condition, (ast.Name, ast.Attribute)) else f'({count})'} - 1"
     else:
-        rows[at_line - 1] = (before + (b"" if last is None else b", ") + ", ".join(new).encode() + behind).decode()
-    return rows
+        raise NoPatchError("the loop does not show which pass is the last of an update")
+    changed = {name for statement in between for name in names_set_in(statement)}
+    calls = [node for node in ast.walk(condition) if isinstance(node, ast.Call) and names_in(node.func) != {"len"}]
+    if changed & names_in(condition) or calls or "\n" in inner:
+        raise NoPatchError(f"whether an update follows ({inner.splitlines()[0]}) is known only after the pass")
+    return [source.before(first, f"{models[0]}.require_backward_grad_sync = {inner}")]
 
 
-def _end(node: ast.expr | ast.keyword) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0
+def _only(found: Sequence[Any]) -> Any:
+    if len(found) != 1:
+        raise NoPatchError("the script computes gradients at several places")
+    return found[0]
 
 
-def _call_at(tree: ast.Module, line: int, names: Sequence[str]) -> ast.Call | None:
-    """The outermost call at a line that makes an object, by its name where that is known."""
-    return max(_calls_at(tree, line, names), key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+def _half_precision(script: _Script, value: Any) -> list[Edit]:
+    """The statements from the model's call to before the backward pass, under autocast."""
+    source = script.source
+    torch, imports = script.torch()
+    edits: list[Edit] = list(imports)
+    for first, last, block in script.passes():
+        inside = block[block.index(first) : block.index(last)]
+        if not inside:
+            raise NoPatchError(f"line {first.lineno} computes the loss and its gradients in one statement")
+        line = f'with {torch}.autocast("{script.facts["device"]}", dtype={torch}.bfloat16):'
+        edits += source.under(line, inside)
+    return edits
 
 
-def _calls_at(tree: ast.Module, line: int, names: Sequence[str]) -> list[ast.Call]:
-    """The calls at a line by the last part of their name; without names those that make an object."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    there = [node for node in calls if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    called = [(node, _last_name(node.func)) for node in there]
-    return [node for node, name in called if (name in names if names else name[:1].isupper())]
+def _whole(script: _Script, value: Any) -> list[Edit]:
+    """A sampler of whole batches in the loaders that shuffle."""
+    edits: list[Edit] = []
+    reason = "the script makes no loader whose order it shows: DataLoader(data, batch_size=..., shuffle=True)"
+    for call in script.makers("loader"):
+        try:
+            edits += _in_whole_batches(script, call)
+        except NoPatchError as error:
+            reason = str(error)
+    if not edits:
+        raise NoPatchError(reason)
+    return edits
 
 
-def _last_name(node: ast.expr) -> str:
-    """Of what is called, also where that is an attribute of an expression."""
-    return node.attr if isinstance(node, ast.Attribute) else _name_of(node)
+def _in_whole_batches(script: _Script, call: ast.Call) -> list[Edit]:
+    source = script.source
+    given: dict[str, ast.expr] = dict(zip(("dataset", "batch_size", "shuffle", "sampler"), call.args))
+    given.update((item.arg, item.value) for item in call.keywords if item.arg is not None)
+    data, size, shuffle, sampler = (given.get(name) for name in ("dataset", "batch_size", "shuffle", "sampler"))
+    shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
+    may_hold_more = any(item.arg is None for item in call.keywords) or len(call.args) > 4
+    if data is None or size is None or not (shuffles or sampler) or may_hold_more or "batch_sampler" in given:
+        raise NoPatchError(f"line {call.lineno} makes a loader whose order it does not show")
+    samplers = ("BatchSampler",) if sampler is not None else ("BatchSampler", "RandomSampler")
+    classes, imports = source.names_from("torch.utils.data", *samplers)
+    edits: list[Edit] = list(imports)
+    text = {name: source.code_of(node) for name, node in given.items()}
+    if sampler is not None:
+        order = text["sampler"]
+    else:
+        if not isinstance(data, (ast.Name, ast.Attribute)):  # it is needed twice
+            name = source.free_name("dataset", "data", "samples")
+            statement = source.statement_of(call)
+            if "\n" in text["dataset"] or not isinstance(statement, (ast.Assign, ast.Expr, ast.Return)):
+                raise NoPatchError(f"line {call.lineno} makes the data set inside of the loader's call; give it a name")
+            edits += [source.before(statement, f"{name} = {text['dataset']}"), source.instead(data, name)]
+            text["dataset"] = name
+        drawn = f", generator={text['generator']}" if "generator" in given else ""
+        order = f"{classes[1]}({text['dataset']}{drawn})"
+    batches = f"{classes[0]}({order}, {text['batch_size']}, {text.get('drop_last', 'False')})"
+    edits.append(source.instead(size, "None"))
+    if sampler is not None:
+        edits.append(source.instead(sampler, batches))
+    else:
+        assert shuffle is not None
+        keyword = source.parent(shuffle)
+        if isinstance(keyword, ast.keyword):
+            edits.append(source.instead(keyword, f"sampler={batches}"))
+        else:
+            edits += [source.instead(shuffle, "False"), Keyword(call, "sampler", batches)]
+    if "drop_last" in given:
+        edits.append(source.instead(given["drop_last"], "False"))
+    return edits
 
 
-def _name_of(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        inner = _name_of(node.value)
-        return f"{inner}.{node.attr}" if inner else ""
-    return ""
+def _trimmed(script: _Script, value: Any) -> list[Edit]:
+    """A function that cuts each batch, around what makes it."""
+    source = script.source
+    layout = script.facts.get("padding")
+    if layout is None:
+        raise NoPatchError("its batches are not a flat mapping or sequence of tensors, all of them alike")
+    calls = script.makers("loader")
+    torch, imports = script.torch()
+    partial, more = source.name_of_module("functools")
+    edits: list[Edit] = [*imports, *more]
+    name = source.free_name("collate_trimmed")
+    for call in calls:
+        given = {item.arg: item.value for item in call.keywords}
+        if None in given and "collate_fn" in source.words() and "collate_fn" not in given:
+            raise NoPatchError(f"line {call.lineno} gives its arguments by **, and collate_fn may be one of them")
+        own = given.get("collate_fn")
+        if own is None and len(call.args) > 6:
+            raise NoPatchError(f"line {call.lineno} gives collate_fn without its name")
+        collate = f"{torch}.utils.data.default_collate" if own is None else source.code_of(own)
+        edits.append(Keyword(call, "collate_fn", f"{partial}.partial({name}, {collate})"))
+    around = [next(item for item in (call, *source.ancestors(call)) if item in source.tree.body) for call in calls]
+    first = min((item for item in around if isinstance(item, ast.stmt)), key=lambda item: item.lineno)
+    above = [] if isinstance(first, (ast.FunctionDef, ast.ClassDef, ast.If)) else ["", ""]
+    edits.append(source.before(first, *above, *trimming_function(name, layout), "", ""))
+    return edits
 
 
-def _has_name(tree: ast.Module, name: str) -> bool:
-    imports = [node for node in tree.body if isinstance(node, ast.Import)]
-    return any(alias.name == name and alias.asname is None for node in imports for alias in node.names)
+def _never(reason: str) -> Callable[[_Script, Any], list[Edit]]:
+    def write(script: _Script, value: Any) -> list[Edit]:
+        raise NoPatchError(reason)
+
+    return write
 
 
-def _after_imports(tree: ast.Module) -> int:
-    """The line behind the imports at the top."""
-    return max(node.end_lineno or 0 for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
-
-
-def _after_model(
-    source: str, tree: ast.Module, name: str, models: Sequence[str], blocks: str | None
-) -> tuple[int, str]:
-    """The line behind the statement that gives the model its name, and what to write there."""
-    if len(models) != 1:
-        raise NoPatchError(f"{name}: no one model that is trained has a name in the script")
-    statement = _assignments(tree).get(models[0])
-    if statement is None:
-        raise NoPatchError(f"{name}: the script does not give the model that it calls a name")
-    row = source.splitlines()[statement.lineno - 1]
-    indent = row[: len(row) - len(row.lstrip())]
-    text = _OF_THE_MODEL[name].format(model=models[0], blocks=blocks, indent=indent)
-    return statement.end_lineno or statement.lineno, indent + text
-
-
-def _assignments(tree: ast.Module) -> dict[str, ast.stmt]:
-    """The last statement that gives each name its value, unless it is given inside of a loop."""
-    found: dict[str, ast.stmt] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.For, ast.While)):
-            continue
-        for part in ast.iter_child_nodes(node):
-            if isinstance(part, ast.Assign) and len(part.targets) == 1:
-                name = _name_of(part.targets[0])
-                if name and (name not in found or part.lineno > found[name].lineno):
-                    found[name] = part
-    return found
+_WRITERS: dict[str, Callable[[_Script, Any], list[Edit]]] = {
+    "tf32": _at_the_top('{torch}.set_float32_matmul_precision("high")'),
+    "autocast": _half_precision,
+    "fused_optimizer": _keywords("optimizer", fused="True"),
+    "compile": _of_the_model("{model}.compile()"),
+    "compile_blocks": _blocks,
+    "cuda_graphs": _of_the_model('{model}.compile(mode="reduce-overhead")'),
+    "attention": _attention,
+    "none_gradients": _dropped_gradients,
+    "channels_last": _of_the_model("{model}.to(memory_format={torch}.channels_last)"),
+    "cudnn_benchmark": _at_the_top("{torch}.backends.cudnn.benchmark = True"),
+    "threads": _at_the_top("{torch}.set_num_threads({value})"),
+    "workers": _keywords("loader", num_workers="{value}"),
+    "whole_batches": _whole,
+    "pin_memory": _keywords("loader", pin_memory="True"),
+    "non_blocking": _copies,
+    "late_losses": _never("what is logged, and when, is for the script to say"),
+    "trim_padding": _trimmed,
+    "bucket_mib": _keywords("data_parallel", bucket_cap_mb="{value}"),
+    "bucket_views": _keywords("data_parallel", gradient_as_bucket_view="True"),
+    "static_graph": _keywords("data_parallel", static_graph="True"),
+    "gather_once": _gathered_once,
+    "shard_calls": _one_shard_call,
+    "keep_gathered": _kept_gathered,
+}

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import yaml
 
-from frameworm.attach.trial.switches import WORDS, Switches, by_hand, in_words
+from frameworm.attach.trial.switches import WORDS, Switches, in_words
 from frameworm.guard.gain import Speedup
 from frameworm.guard.proof import Proof
 from frameworm.report.tune.page import render_tune
+from frameworm.tune.scripts.by_hand import lines_by_hand
 
 Status = Literal["accepted", "rejected", "inconclusive", "failed", "skipped"]
 TUNED_NAME, PATCH_NAME = "tuned.yaml", "tuned.patch"
@@ -63,6 +64,8 @@ class ScriptResult:
         attempts: Everything that was tried, and what was not with its reason.
         total: The proof of all together.
         patch: The changes as a diff of the script, which was run.
+        patch_without: Changes that are not in it, and why.
+        patch_speedup: Of the patch alone, where changes are not in it.
         no_patch: Why there is none.
         problem: Why nothing could be tuned, if so.
         stopped: Why the search ended.
@@ -83,6 +86,8 @@ class ScriptResult:
     attempts: list[ScriptAttempt] = field(default_factory=list)
     total: Proof | None = None
     patch: str | None = None
+    patch_without: dict[str, str] = field(default_factory=dict)
+    patch_speedup: Speedup | None = None
     no_patch: str | None = None
     problem: str | None = None
     stopped: str = ""
@@ -108,8 +113,9 @@ class ScriptResult:
 
     @property
     def by_hand(self) -> list[str]:
-        """What to write into the script for the same."""
-        return by_hand(self.changes, self.facts)
+        """What to write into the script for the same; beside a patch, for what is not in it."""
+        left = {name: value for name, value in self.changes.items() if name in self.patch_without}
+        return lines_by_hand(left or self.changes, self.facts)
 
     def to_json(self, tuned: str = TUNED_NAME) -> dict[str, Any]:
         """Plain values, as for the search of a config."""
@@ -157,6 +163,11 @@ class ScriptResult:
             "total": None if self.total is None else self.total.to_json(),
             "by_hand": self.by_hand,
             "patch": self.patch,
+            "patch_without": [
+                {"change": in_words({name: self.changes[name]}), "reason": reason}
+                for name, reason in self.patch_without.items()
+            ],
+            "patch_speedup": None if self.patch_speedup is None else asdict(self.patch_speedup),
             "no_patch": self.no_patch,
             "script": self.command,
             "fingerprint": self.fingerprint,

@@ -23,9 +23,10 @@ from frameworm.guard.proof import Evidence, Proof, prove
 from frameworm.tune.processes.neighbours import Neighbours
 from frameworm.tune.scripts.comparing import NOT_REPEATABLE, Comparing
 from frameworm.tune.scripts.knobs import SCRIPT_KNOBS, ScriptKnob, forget_options
-from frameworm.tune.scripts.patch import NoPatchError, as_diff, patched
+from frameworm.tune.scripts.patch import Written, write_changes
 from frameworm.tune.scripts.process import ScriptEndedError, ScriptError, ScriptProcess, TrainsElsewhereError
 from frameworm.tune.scripts.result import ScriptAttempt, ScriptResult
+from frameworm.tune.scripts.source import as_diff
 from frameworm.tune.scripts.trials import ScriptTrials
 
 _FEW_STEPS = (2, 3, 4, 5)
@@ -272,32 +273,55 @@ class ScriptSearch:
         self.result.total = replace(last, speedup=timed.speedup, checks=timed.checks[:1] + last.checks[1:])
 
     def _write_patch(self) -> None:
-        """The changes as a diff of the script, if that runs as fast and computes the same."""
-        result, source = self.result, self._script.read_text(encoding="utf-8")
+        """The changes as a diff of the script, or those of them that can be written, if that is proved."""
+        result, text = self.result, self._script.read_bytes().decode("utf-8")
+        whole = write_changes(text, result.changes, result.facts)
+        ways = [whole]
+        if "workers" in whole.changes and len(whole.changes) > 1:
+            # A process of the script's own may draw other samples than one that continues its random numbers.
+            fewer = {name: value for name, value in whole.changes.items() if name != "workers"}
+            ways.append(write_changes(text, fewer, result.facts))
+        left = whole.left
+        for written in ways:
+            why_not = self._why_not_offered(written, is_whole=written.changes == result.changes)
+            if why_not is None:
+                result.patch = as_diff(text, written.text, _relative(self._script))
+                result.patch_without, result.no_patch = left, None
+                return
+            left = {**left, "workers": why_not}
+            result.no_patch = result.no_patch or why_not
+
+    def _why_not_offered(self, written: Written, *, is_whole: bool) -> str | None:
+        """Run a patched script; None if it may be offered.
+
+        With all changes in it it must be as fast as they are from outside. With some of them it must be proved faster
+        than the script as it is.
+        """
+        if not written.changes:
+            return "; ".join(f"{name}: {reason}" for name, reason in written.left.items())
+        if time.monotonic() + self._patch_s() > self._ends:
+            return "there was no time left to try one; give a longer --budget"
+        self._tell("trying the changes as a patch" if is_whole else "trying some of the changes as a patch")
+        before = self.result.switches if is_whole else Switches()
+        as_before = Switches(autocast=written.changes.get("autocast", "off"))
         try:
-            written = patched(source, result.changes, result.facts)
-            if time.monotonic() + self._patch_s() > self._ends:
-                raise NoPatchError("there was no time left to try one")
-            self._tell("trying the changes as a patch")
-            as_before = Switches(autocast=result.switches.autocast)
-            with self._comparing.beside(2, as_before, written, likely=True) as finish:
-                windows = self._time_both(result.switches, Switches(), screening=False, source=written, starting=finish)
-            slower = speedup_of(windows)
-            if slower is None or slower.high < _AS_FAST:
+            with self._comparing.beside(2, as_before, written.text, likely=True) as finish:
+                windows = self._time_both(before, Switches(), screening=False, source=written.text, starting=finish)
+            gain = speedup_of(windows)
+            least = _AS_FAST if is_whole else 1 + LEAST_GAIN
+            if gain is None or (gain.high if is_whole else gain.low) < least:
                 told = (
-                    "it could not be timed"
-                    if slower is None
-                    else f"{slower.value:.2f} x ({slower.low:.2f}..{slower.high:.2f})"
+                    "it could not be timed" if gain is None else f"{gain.value:.2f} x ({gain.low:.2f}..{gain.high:.2f})"
                 )
-                raise NoPatchError(f"written into the script they are not as fast: {told}")
-            agreement = self._compare(as_before, source=written).agreement
-            judged = None if agreement is None else judge_agreement(agreement)
-            if judged is None or judged.passed is not True:
-                raise NoPatchError(f"written into the script they do not compute the same: {judged and judged.detail}")
-        except (NoPatchError, ScriptError) as error:
-            result.no_patch = str(error)
-            return
-        result.patch = as_diff(source, written, _relative(self._script))
+                return f"written into the script they are not {'as fast' if is_whole else 'proved faster'}: {told}"
+            agreement = self._compare(as_before, source=written.text).agreement
+        except ScriptError as error:
+            return f"written into the script they fail: {error}"
+        judged = None if agreement is None else judge_agreement(agreement)
+        if judged is None or judged.passed is not True:
+            return f"written into the script they do not compute the same: {judged and judged.detail}"
+        self.result.patch_speedup = None if is_whole else gain
+        return None
 
     def _time_well(self, before: Switches, after: Switches, starting: Callable[[], None], pairs: int) -> list[Window]:
         """Windows of one pair of processes, and of further pairs where one shows a small gain.
