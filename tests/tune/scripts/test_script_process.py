@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from frameworm.attach.isolation import why_not
+from frameworm.attach.trial.job import TrialJob
+from frameworm.tune.scripts.process import ScriptError, ScriptProcess
 
 DEADLINE_S = 60.0
 TUNER = """
@@ -52,3 +54,18 @@ def test_trials_die_with_a_tuner_that_is_killed(tmp_path: Path, isolated: bool, 
         finally:
             tuner.kill()
     wait_for(tmp_path, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_script_that_waits_for_a_program_that_trains_is_told_at_once(tmp_path: Path, isolated: bool) -> None:
+    if isolated and (reason := why_not()) is not None:
+        pytest.skip(reason)
+    (tmp_path / "worker.py").write_text("import torch\nwhile True:\n    torch.ones(64, 64) @ torch.ones(64, 64)\n")
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys\nsubprocess.run([sys.executable, 'worker.py'], cwd=sys.path[0], check=True)\n"
+    )
+    job = TrialJob(str(tmp_path / "script.py"), [], folder=str(tmp_path), isolated=isolated)
+    told = pytest.raises(ScriptError, match=r"waits for a program that it has started, .* worker\.py; tune that one")
+    with ScriptProcess(job, tmp_path / "processes", time.monotonic() + 2 * DEADLINE_S) as process, told:
+        process.stand()

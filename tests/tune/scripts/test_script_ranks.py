@@ -27,6 +27,7 @@ REFUSED = why_not()
 DEADLINE_S = 200
 STEPS = [2, 3, 4, 6]
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 import torch
@@ -52,8 +53,13 @@ for update in range(updates):
         (model(batch).square().mean() / 3).backward()
     if wrong == ["gradient"] and rank == 1:
         inner[0].weight.grad.mul_(1.5)
-    if wrong == ["end"] and rank == 1:
+    if wrong == ["end"] and rank == 1 and update == 3:
         sys.exit("no room on this rank")
+    if wrong == ["late"] and rank == 1 and update == 3:
+        raise ValueError("no room on this rank")
+    if wrong == ["killed"] and rank == 1 and update == 3:
+        print("about to be killed", flush=True)
+        os._exit(3)
     optimizer.step()
     optimizer.zero_grad()
 if rank == 0:
@@ -113,14 +119,27 @@ def test_a_change_on_one_rank_alone_is_seen(tmp_path: Path, wrapped: str) -> Non
     assert judged.passed is False, judged.detail
 
 
-def test_a_trial_of_ranks_stands_and_goes_and_ends_with_the_first_that_fails(tmp_path: Path) -> None:
+def test_a_trial_of_ranks_stands_and_goes(tmp_path: Path) -> None:
     with started(tmp_path, ["40", "DDP"]) as process:
         stand = process.stand()
         assert stand.facts["world_size"] == 2
         assert stand.facts["data_parallel"]["passes_per_update"] == 3.0
         assert process.go(5).done == stand.done + 5
-    with started(tmp_path, ["40", "DDP", "end"]) as process, pytest.raises(ScriptError, match="script itself fails"):
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("end", "script itself fails: no room on this rank"),
+        ("late", r"script itself fails: \[rank1\]: ValueError: no room on this rank"),
+        ("killed", "process of rank 1 died: about to be killed"),
+    ],
+)
+def test_the_rank_that_fails_first_says_why(tmp_path: Path, wrong: str, told: str) -> None:
+    with started(tmp_path, ["40", "DDP", wrong]) as process:
         process.stand()
+        with pytest.raises(ScriptError, match=told):
+            process.go(5)
 
 
 @pytest.mark.parametrize(

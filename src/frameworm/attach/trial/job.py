@@ -36,6 +36,7 @@ class TrialJob:
         port: Where these meet.
         commands: Numbers of the files that tell each process what to do.
         reports: Numbers of the files to report to.
+        logs: Numbers of the files that take what each of several processes prints.
     """
 
     script: str
@@ -57,6 +58,7 @@ class TrialJob:
     port: int = 0
     commands: list[int] = field(default_factory=list)
     reports: list[int] = field(default_factory=list)
+    logs: list[int] = field(default_factory=list)
 
     def folder_of(self, rank: int) -> Path:
         """Where one of its processes writes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -54,6 +55,7 @@ def main() -> None:
             "steps": trial.steps,
             "imported": trial.counter is not None,
             "started_processes": _has_started_processes(),
+            "at": time.monotonic(),
         }
     )
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,6 +73,8 @@ def _split(job: TrialJob) -> int:
         if os.fork() == 0:
             _die_with_parent(job.reports[rank])
             become_rank(different, job.port)
+            for number in (1, 2):
+                os.dup2(job.logs[rank], number)
             _close(job, but=rank)
             return rank
     _close(job)
@@ -90,7 +94,7 @@ def _die_with_parent(pipe: int) -> None:
 
 def _close(job: TrialJob, but: int | None = None) -> None:
     """Close the files of other processes: the tuner sees by them who has ended."""
-    for rank, numbers in enumerate(zip(job.commands, job.reports)):
+    for rank, numbers in enumerate(zip(job.commands, job.reports, job.logs)):
         if rank != but:
             for number in numbers:
                 os.close(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -20,8 +21,11 @@ import psutil
 
 from frameworm.attach.trial.job import TrialJob
 from frameworm.records.reading import read_tail
+from frameworm.tune.scripts.elsewhere import ElsewhereWatch
 
 _LOG_TAIL = 2000
+_LOOK_S = 2.0
+_GRACE_S = 1.0  # between the failure of one rank and those of the others
 _BY_TORCHRUN = "let torchrun start them: torchrun --nproc-per-node N -m frameworm tune SCRIPT.py"
 
 
@@ -101,7 +105,11 @@ class ScriptProcess:
         commands, reports = [to[0] for to, _ in pipes], [back[1] for _, back in pipes]
         self._ends = [_End(to[1], back[0]) for to, back in pipes]
         path = place / f"{job.name or job.role}.json"
-        replace(job, commands=commands, reports=reports).write(path)
+        # Ranks that a launcher has started print for themselves: what one says of another is not why that failed.
+        own = [] if job.spawned else [self.log.with_suffix(f".rank{rank}.log") for rank in range(len(job.ranks))]
+        self._logs = own or [self.log] * len(pipes)
+        logs = [os.open(item, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for item in own]
+        replace(job, commands=commands, reports=reports, logs=logs).write(path)
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -109,12 +117,13 @@ class ScriptProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(*commands, *reports),
+                    pass_fds=(*commands, *reports, *logs),
                     start_new_session=True,
                 )
         finally:
-            for number in (*commands, *reports):
+            for number in (*commands, *reports, *logs):
                 os.close(number)
+        self._elsewhere = ElsewhereWatch(self._process.pid)
 
     def __enter__(self) -> ScriptProcess:
         return self
@@ -170,9 +179,7 @@ class ScriptProcess:
                 raise TrainsElsewhereError(told["world_size"])
             if told["event"] == "end":
                 if told["status"] != "completed":
-                    tail = self._tail()
-                    asks = "; it asks for input: give that as arguments or a file" if "EOFError" in tail else ""
-                    raise ScriptError(f"the script itself fails{tail}{asks}")
+                    raise ScriptError(self._why_failed(place, told))
                 raise ScriptEndedError(_why_ended(told), told["steps"])
 
     def _next(self, places: Sequence[int]) -> tuple[int, dict[str, Any]]:
@@ -185,9 +192,19 @@ class ScriptProcess:
                     return place, json.loads(line)
             left_s = self._deadline - time.monotonic()
             numbers = {self._ends[place].reports: place for place in places}
-            ready, _, _ = select.select(list(numbers), [], [], max(0.0, left_s))
+            begins = self.job.role == "time" and not self._has_stood
+            wait_s = min(left_s, _LOOK_S) if begins else left_s
+            ready, _, _ = select.select(list(numbers), [], [], max(0.0, wait_s))
+            if not ready and wait_s < left_s:
+                program = self._elsewhere.look()
+                if program is not None:
+                    raise ScriptError(
+                        f"it waits for a program that it has started, which computes with torch: {program}; tune that "
+                        f"one, or {_BY_TORCHRUN}"
+                    )
+                continue
             if not ready:
-                if self.job.role == "time" and not self._has_stood:
+                if begins:
                     raise ScriptError(
                         "it had not made its first steps when the time was over; give it a longer --budget"
                     )
@@ -198,9 +215,31 @@ class ScriptProcess:
                     raise ScriptError(self._why_gone(numbers[number]))
                 self._ends[numbers[number]].waiting += read
 
+    def _why_failed(self, place: int, told: dict[str, Any]) -> str:
+        """What the process says that failed first: the others fail soon after, because it has left them."""
+        ended = {place: float(told["at"])}
+        ends = min(self._deadline, time.monotonic() + _GRACE_S)
+        while True:
+            for other, end in enumerate(self._ends):
+                heard = [json.loads(line) for line in end.waiting.split(b"\n")[:-1]]
+                for item in (item for item in heard if item["event"] == "end"):
+                    ended.setdefault(other, math.inf if item["status"] == "completed" else float(item["at"]))
+            numbers = {end.reports: other for other, end in enumerate(self._ends) if other not in ended}
+            ready, _, _ = select.select(list(numbers), [], [], max(0.0, ends - time.monotonic()))
+            if not ready:
+                break
+            for number in ready:
+                read = os.read(number, 65536)
+                if not read:  # it died without a word
+                    return self._why_gone(numbers[number])
+                self._ends[numbers[number]].waiting += read
+        tail = self._tail(min(ended, key=ended.__getitem__))
+        asks = "; it asks for input: give that as arguments or a file" if "EOFError" in tail else ""
+        return f"the script itself fails{tail}{asks}"
+
     def _why_gone(self, place: int) -> str:
         if len(self._ends) > 1 and not self.job.spawned:
-            return f"the process of rank {place} died{self._tail()}"
+            return f"the process of rank {place} died{self._tail(place)}"
         try:
             code = self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -210,10 +249,10 @@ class ScriptProcess:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process died ({how}){self._tail()}"
 
-    def _tail(self) -> str:
-        """The last line that it has printed, if any."""
+    def _tail(self, place: int = 0) -> str:
+        """The last line that one of its processes has printed, if any."""
         with suppress(OSError):
-            lines = [line.strip() for line in read_tail(self.log, _LOG_TAIL).splitlines() if line.strip()]
+            lines = [line.strip() for line in read_tail(self._logs[place], _LOG_TAIL).splitlines() if line.strip()]
             return f": {lines[-1]}" if lines else ""
         return ""
 
