@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +62,18 @@ class Classes(IterableDataset[int]):
         return iter([0, *np.random.default_rng().integers(0, 2, 63).tolist()])
 
 
+class SlowClasses(IterableDataset[int]):
+    """Yields the same few values at first, and every other time others after them; each takes a while."""
+
+    passes = itertools.count()
+
+    def __iter__(self) -> Iterator[int]:
+        changed = next(SlowClasses.passes) % 2
+        for number in range(64):
+            time.sleep(0.03)
+            yield changed if number >= 5 else 0
+
+
 def _unseeded_batches() -> Iterator[torch.Tensor]:
     yield torch.from_numpy(np.random.default_rng().random(4))
 
@@ -88,6 +102,7 @@ NOT_REPLAYED: dict[str, tuple[Callable[[], Any], str]] = {
     "late": (lambda: _sampled(_late), "Drawn"),
     "stream": (lambda: DataLoader(Stream(seeded=False), 4), "Stream"),
     "few values": (lambda: DataLoader(Classes(), 4), "Classes"),
+    "few values, slowly": (lambda: DataLoader(SlowClasses(), 4), "SlowClasses"),
     "function": (lambda: _unseeded_batches, "_unseeded_batches"),
 }
 

@@ -23,7 +23,8 @@ from frameworm.data.samples.streams import is_stream
 from frameworm.data.stateful import PlacedLoader
 
 _ITEMS = 64  # indices, or batches of indices
-_SAMPLES = 32  # where items are samples, or batches of them; as many of them as can be had soon, but one at least
+_SAMPLES = 32  # where items are samples, or batches of them; as many of them as can be had soon
+_FEWEST = 8  # of a slow source too, since a sample may be one of few values, as labels are
 _SOON_S = 0.1
 _SLOW_S = 0.5
 _FINGERPRINT_BYTES = 2**20
@@ -131,11 +132,11 @@ def _opened(source: Any) -> Iterator[Any]:
 
 
 def _soon(items: Iterator[Any], count: int) -> list[Any]:
-    """As many items as come soon, at most so many."""
+    """As many items as come soon, at most so many; a few where they come slowly, but one at least."""
     began, found = time.perf_counter(), []
     for item in islice(items, count):
         found.append(item)
-        if time.perf_counter() - began > _SOON_S:
+        if time.perf_counter() - began > (_SOON_S if len(found) >= _FEWEST else _SLOW_S):
             break
     return found
 
