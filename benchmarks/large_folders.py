@@ -2,18 +2,21 @@
 
 Two shapes, each with two runs that part at a known step: 1,000,000 steps on 8 ranks (3.7 GB of steps) and 10,000 steps
 on 256 ranks (1.2 GB). Every verb runs in a process of its own, as a user starts it: the time to the first line of its
-answer, to its end, and its peak memory. `watch` is asked over HTTP, once for a finished run and once for the same
-without its summary, which must then be judged by its steps: the time to the first verdict with curves, and until the
-whole run is shown. The exact figures of all steps are in the summaries; what a sample of the steps says without them is
-held against those: the largest error of a phase, in shares of the step and in its own 95% intervals.
+answer, to its end, and its peak memory. Each is started a few times and the quickest counts, because other programs can
+only make a verb slower; beside it stands the processor time up to the first line. `watch` is asked over HTTP, once for
+a finished run and once for the same without its summary, which must then be judged by its steps: the time to the first
+verdict with curves, and until the whole run is shown. The exact figures of all steps are in the summaries; what a
+sample of the steps says without them is held against those: the largest error of a phase, in shares of the step and in
+its own 95% intervals.
 
-    python benchmarks/large_folders.py [--folder DIR] [--small]
+    python benchmarks/large_folders.py [--folder DIR] [--small] [--starts 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +82,13 @@ class Peak:
             pass
 
 
+def best_of(starts: int, run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """The shortest times of several runs, and the most memory of any of them."""
+    found = [run(*arguments) for _ in range(starts)]
+    times = {name: min(item[name] for item in found) for name in found[0] if name.endswith("_s")}
+    return {**found[0], **times, "peak_bytes": max(item["peak_bytes"] for item in found)}
+
+
 def verb(*arguments: str) -> dict[str, Any]:
     """Run a verb; seconds to its first line and to its end, and its peak memory."""
     began = time.monotonic()
@@ -85,13 +96,22 @@ def verb(*arguments: str) -> dict[str, Any]:
     peak = Peak(process)
     assert process.stdout is not None
     first_line = process.stdout.readline()
-    first_s = time.monotonic() - began
+    first_s, first_cpu_s = time.monotonic() - began, cpu_of(process)
     text = first_line + process.stdout.read()
     process.wait()
     all_s = time.monotonic() - began
-    if process.returncode not in (0, 3):
+    if process.returncode not in (0, 3) and arguments[0] != "guard":
         raise SystemExit(f"{' '.join(arguments)} ended with exit code {process.returncode}:\n{text}")
-    return {"first_s": first_s, "all_s": all_s, "peak_bytes": peak.bytes, "text": text}
+    return {"first_s": first_s, "first_cpu_s": first_cpu_s, "all_s": all_s, "peak_bytes": peak.bytes, "text": text}
+
+
+def cpu_of(process: subprocess.Popen[str]) -> float:
+    """Seconds that a process has computed so far; infinite where it is gone already."""
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.Error:
+        return math.inf
+    return float(times.user + times.system)
 
 
 def page(root: Path) -> dict[str, Any]:
@@ -113,12 +133,12 @@ def page(root: Path) -> dict[str, Any]:
         rows = get("")
         rows_s = time.monotonic() - began
         run = (rows["runs"] if isinstance(rows, dict) else rows)[0]["id"]
-        first_s = None
+        first_s = first_cpu_s = math.inf
         while True:
             head = get(f"/{run}")
             series = get(f"/{run}/series?bins=600")
-            if first_s is None and head["verdict"] and series["x"]:
-                first_s = time.monotonic() - began
+            if first_s == math.inf and head["verdict"] and series["x"]:
+                first_s, first_cpu_s = time.monotonic() - began, cpu_of(process)
             if head["progress"] >= 1:
                 break
             time.sleep(0.1)
@@ -127,7 +147,8 @@ def page(root: Path) -> dict[str, Any]:
         zoomed = get(f"/{run}/series?bins=600&first={steps // 2}&last={steps // 2 + 400}")
         assert set(zoomed["count"]) == {1}, "a part of the run is shown step by step"
         shown = {"verdict": head["verdict"], "last": series["x"][-1], "notes": head["notes"]}
-        return {"rows_s": rows_s, "first_s": first_s, "all_s": all_s, "peak_bytes": peak.bytes, **shown}
+        times = {"rows_s": rows_s, "first_s": first_s, "first_cpu_s": first_cpu_s, "all_s": all_s}
+        return {**times, "peak_bytes": peak.bytes, **shown}
     finally:
         process.terminate()
         process.wait(30)
@@ -141,25 +162,29 @@ def errors(folder: RunFolder) -> dict[str, float]:
     found = gather(blank, steps={0: readers[0]})
     off = {name: (item.value - exact.phases[name].share, item.margin) for name, item in found.phases.items()}
     return {
-        "share_read": min(reader.share for reader in readers.values()),
+        "share_read": sum(reader.share for reader in readers.values()) / len(readers),
+        "share_read_of_rank_0": readers[0].share,
         "largest_error": max(abs(error) for error, _ in off.values()),
         "largest_error_in_intervals": max(abs(error) / margin for error, margin in off.values() if margin > 0),
     }
 
 
-def measure(root: Path, steps: int) -> dict[str, Any]:
+def measure(root: Path, steps: int, starts: int) -> dict[str, Any]:
     """All verbs on one shape."""
     runs = root / "runs"
-    found = {
-        "runs": verb("runs", str(runs)),
-        "report": verb("report", "--root", str(runs), "--out", str(root / "plots")),
-        "diagnose": verb("diagnose", str(runs / "a")),
-        "diagnose, no summary": verb("diagnose", str(root / "unfinished")),
-        "compare": verb("compare", str(runs / "a"), str(runs / "b")),
-        "compare with itself": verb("compare", str(runs / "a"), str(root / "unfinished")),
-        "watch": page(runs / "a"),
-        "watch, no summary": page(root / "unfinished"),
+    a, b, unfinished = str(runs / "a"), str(runs / "b"), str(root / "unfinished")
+    asked = {
+        "runs": ("runs", str(runs)),
+        "report": ("report", "--root", str(runs), "--out", str(root / "plots")),
+        "diagnose": ("diagnose", a),
+        "diagnose, no summary": ("diagnose", unfinished),
+        "compare": ("compare", a, b),
+        "compare with itself": ("compare", a, unfinished),
+        "guard": ("guard", b, "--baseline", a),
     }
+    found = {name: best_of(starts, verb, *arguments) for name, arguments in asked.items()}
+    found["watch"] = best_of(starts, page, runs / "a")
+    found["watch, no summary"] = best_of(starts, page, root / "unfinished")
     assert f"in step {parting_of(steps):,}" in found["compare"]["text"], found["compare"]["text"]
     assert "parting none" in " ".join(found["compare with itself"]["text"].split())
     for result in found.values():
@@ -172,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the runs are made, and kept for the next time")
     parser.add_argument("--small", action="store_true", help="small folders, to try the benchmark itself")
+    parser.add_argument("--starts", type=int, default=3, help="how often each verb is started; the quickest counts")
     parser.add_argument("--make", action="store_true", help="only make the folders")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -182,21 +208,24 @@ def main() -> None:
             if options.make:
                 continue
             size = sum(path.stat().st_size for path in (folder / name / "runs" / "a").iterdir())
-            verbs = measure(folder / name, steps)
+            verbs = measure(folder / name, steps, options.starts)
             sampled = errors(RunFolder(folder / name / "runs" / "a"))
             results[name] = {"steps": steps, "ranks": ranks, "bytes": size, "verbs": verbs, "sample": sampled}
             print(f"\n{steps:,} steps on {ranks} ranks, {size / 1e9:.1f} GB a run")
-            print(f"  {'':24}{'first':>9}{'all':>9}{'memory':>11}")
+            print(f"  {'':24}{'first':>9}{'computing':>11}{'all':>9}{'memory':>11}")
             for label, result in verbs.items():
                 kept = "" if is_kept(result) else "  MISSED"
                 first, last = f"{result['first_s']:.1f} s", f"{result['all_s']:.1f} s"
-                print(f"  {label:24}{first:>9}{last:>9}{result['peak_bytes'] / 2**20:>7.0f} MiB{kept}")
+                computing = f"{result['first_cpu_s']:.1f} s"
+                print(f"  {label:24}{first:>9}{computing:>11}{last:>9}{result['peak_bytes'] / 2**20:>7.0f} MiB{kept}")
+            read, first_rank = sampled["share_read"], sampled["share_read_of_rank_0"]
             print(
-                f"  {sampled['share_read']:.2%} of the steps: phases within {sampled['largest_error']:.2%} of the step "
-                f"of the exact ones, at most {sampled['largest_error_in_intervals']:.1f} of their 95% intervals"
+                f"  {read:.2%} of the steps, {first_rank:.2%} of those of rank 0: phases within "
+                f"{sampled['largest_error']:.2%} of the step of the exact ones, at most "
+                f"{sampled['largest_error_in_intervals']:.1f} of their 95% intervals"
             )
     if results and not options.small:
-        limits = {"first_s": FIRST_S, "all_s": ALL_S, "peak_bytes": MOST_BYTES}
+        limits = {"first_s": FIRST_S, "all_s": ALL_S, "peak_bytes": MOST_BYTES, "starts": options.starts}
         print("\nwritten to", write_results("large_folders", torch.device("cpu"), limits, results))
     missed = [label for shape in results.values() for label, item in shape["verbs"].items() if not is_kept(item)]
     if missed and not options.small:
@@ -205,8 +234,7 @@ def main() -> None:
 
 def is_kept(result: dict[str, Any]) -> bool:
     """Whether a verb keeps within the limits."""
-    first_s = result["first_s"]
-    is_quick = first_s is not None and first_s <= FIRST_S and result["all_s"] <= ALL_S
+    is_quick = result["first_s"] <= FIRST_S and result["all_s"] <= ALL_S
     return is_quick and result["peak_bytes"] <= MOST_BYTES
 
 

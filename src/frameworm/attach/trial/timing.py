@@ -237,9 +237,12 @@ def _classes_of_blocks(models: list[nn.Module]) -> list[list[str]]:
 
 
 def _own_class(made: type[nn.Module]) -> type[nn.Module]:
-    kinds: list[type[nn.Module]] = [kind for kind in made.__mro__ if issubclass(kind, nn.Module)]
-    own = [kind for kind in kinds if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind]
-    return own[0]
+    return next(kind for kind in made.__mro__ if issubclass(kind, nn.Module) and _can_be_imported(kind))
+
+
+def _can_be_imported(kind: type) -> bool:
+    found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    return found is kind
 
 
 def facts_of(counter: StepCounter, seen: Seen) -> dict[str, Any]:
