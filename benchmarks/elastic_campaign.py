@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-
-from frameworm.hardware.fingerprint import environment_fingerprint
+from harness import measured_now
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/elastic_campaign.json"
@@ -111,7 +110,7 @@ def main() -> int:
     print(f"{recovered} of {len(rows)} kills recovered")
     result = {
         "command": f"python benchmarks/elastic_campaign.py --kills {options.kills} --seed {options.seed}",
-        "environment": environment_fingerprint(torch.device("cpu")),
+        **measured_now(torch.device("cpu")),
         "recovered": recovered,
         "kills": len(rows),
         "rows": rows,

@@ -191,14 +191,13 @@ def main() -> int:
         if (number + 1) % 50 == 0:
             print(f"{number + 1} runs, {len(failures)} failures, {time.monotonic() - began:.0f} s", flush=True)
     import torch
-
-    from frameworm.hardware.fingerprint import environment_fingerprint
+    from harness import measured_now
 
     rate = len(failures) / options.runs
     print(f"{options.runs} runs, {len(failures)} without a cause ({rate:.2%}); faults: {dict(counts)}")
     result = {
         "command": f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}",
-        "environment": environment_fingerprint(torch.device("cpu")),
+        **measured_now(torch.device("cpu")),
         "runs": options.runs,
         "faults": dict(counts),
         "failures": failures,

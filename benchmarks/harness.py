@@ -14,9 +14,11 @@ import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -265,17 +267,28 @@ def device_word(device: torch.device) -> str:
 def write_results(
     name: str, device: torch.device, settings: dict[str, Any], results: dict[str, Any], folder: Path = RESULTS
 ) -> Path:
-    """Write <folder>/<name>-<device>.json: where it was measured, with what settings, and what came out."""
+    """Write <folder>/<name>-<device>.json: what was measured where, when, with what settings, and what came out."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{device_word(device)}.json"
     document = {
         "benchmark": name,
-        "environment": environment_fingerprint(device),
+        **measured_now(device),
         "settings": settings,
         "results": results,
     }
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path
+
+
+def measured_now(device: torch.device) -> dict[str, Any]:
+    """Machine, commit and time of a measurement. The commit ends in `-dirty` if files that git tracks have changed."""
+    try:
+        command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None  # a copy without its history
+    measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"environment": environment_fingerprint(device), "commit": commit, "measured": measured}
 
 
 def as_data(item: Any) -> dict[str, Any]:

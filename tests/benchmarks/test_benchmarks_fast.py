@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +122,19 @@ def test_a_failing_contender_is_recorded_and_the_others_go_on(benchmark: Benchma
     assert calls.count("bad") == 2
     with pytest.raises(harness.ContenderError):
         harness.interleave({"bad": lambda: (_ for _ in ()).throw(harness.ContenderError("no"))}, 3, lambda text: None)
+
+
+def test_a_results_file_names_its_commit_and_time(benchmark: Benchmark, tmp_path: Path) -> None:
+    path = benchmark("harness").write_results("name", torch.device("cpu"), {"rounds": 1}, {"a": 1}, tmp_path)
+    document = json.loads(path.read_text())
+    assert (document["benchmark"], document["settings"], document["results"]) == ("name", {"rounds": 1}, {"a": 1})
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    if git.returncode == 0:
+        commit, *dirty = document["commit"].split("-")
+        assert git.stdout.startswith(commit)
+        assert dirty in ([], ["dirty"])
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(document["measured"])
+    assert 0 <= age.total_seconds() < 60
 
 
 def test_rounds_end_when_the_time_is_over(benchmark: Benchmark) -> None:
