@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 def tokens_of(batch: Any) -> Tokens | None:
     """What is padding in a batch; None where nothing in it tells."""
-    tables = _padding_in(batch)
+    tables = padding_in(batch)
     return None if tables is None else _sum_up(tables)
 
 
@@ -60,7 +60,7 @@ def trimmed(batch: Any) -> Any:
 
     Widths stay multiples of a few positions, so that there are not too many of them.
     """
-    tables = _padding_in(batch) or []
+    tables = padding_in(batch) or []
     shapes = {table.shape for table in tables}
     if len(shapes) != 1:
         return batch
@@ -77,7 +77,7 @@ def trimmed(batch: Any) -> Any:
     return batch if kept == width else map_tensors(batch, cut)
 
 
-def _padding_in(batch: Any) -> list[_Array] | None:
+def padding_in(batch: Any) -> list[_Array] | None:
     """Where a batch is padded, as tables of its positions; None where nothing in it tells."""
     tensors = dict(_named_tensors(batch, "", 0))
     tables = {name: item.numpy() for name, item in tensors.items() if _is_readable(item)}

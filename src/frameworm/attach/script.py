@@ -39,16 +39,25 @@ def check_script(path: Path) -> None:
 
 
 def find_module(name: str) -> Path:
-    """The file that `python -m NAME` would run.
+    """The file that `python -m NAME` would run, which looks in the working folder first.
+
+    Only packages around it are imported, as Python does: to import the module itself may be to train.
 
     Raises:
         EnvironmentSetupError: There is none.
     """
-    for wanted in (f"{name}.__main__", name):
+    path = sys.path[:]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, str(Path.cwd()))
+    try:
         with contextlib.suppress(ImportError):
-            spec = importlib.util.find_spec(wanted)
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
             if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
                 return Path(spec.origin)
+    finally:
+        sys.path[:] = path
     raise EnvironmentSetupError(f"-m {name}: there is no such module to run; is its package installed?")
 
 

@@ -146,3 +146,17 @@ def test_what_looks_away_still_counts(counted: tuple[StepCounter, Notes]) -> Non
     counter.look_away()
     plain()
     assert (counter.step, counter.updates) == (4, 3)
+
+
+def test_loaders_that_do_not_shuffle_are_told_apart() -> None:
+    counter = StepCounter(Notes(), __file__)
+    counter.install()
+    samples = TensorDataset(torch.zeros(4))
+    try:
+        for shuffles in (True, False):
+            DataLoader(samples, 2, shuffle=shuffles)
+    finally:
+        counter.remove()
+    (first, line, name), (second, other, _) = counter.places
+    assert (first, second, name) == ("loader", "other_loader", "DataLoader")
+    assert line == other

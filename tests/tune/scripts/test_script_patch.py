@@ -565,6 +565,62 @@ def test_batches_are_trimmed_as_the_switch_does_it(form: str) -> None:
     assert pairs[0][0].shape == (2, 8)
 
 
+def test_a_line_that_also_makes_loaders_for_evaluation_is_not_trimmed() -> None:
+    """Their batches may be put together, and then all of them have to be as wide."""
+    line = line_of("DataLoader(", PADDED)
+    facts: dict[str, Any] = {
+        "padding": layout_of(BATCHES_PADDED["mapping"]),
+        "places": [("loader", line, "DataLoader")],
+    }
+    patched(PADDED, {"trim_padding": True}, {**facts, "places": [*facts["places"], ("other_loader", 99, "DataLoader")]})
+    facts["places"].append(("other_loader", line, "DataLoader"))
+    with pytest.raises(NoPatchError, match="also makes loaders that do not shuffle"):
+        patched(PADDED, {"trim_padding": True}, facts)
+
+
+@pytest.mark.parametrize("read", ["loader.batch_size", "loader.sampler.set_epoch(1)", "args.batch_size"])
+def test_whole_batches_are_not_written_where_the_script_asks_its_loader(read: str) -> None:
+    """An epoch may end long after the steps that are compared, and `loader.batch_size` would be None."""
+    source = (
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(data, 8, shuffle=True)\n"
+        "for epoch in range(args.epochs):\n"
+        "    for number, batch in enumerate(loader):\n"
+        "        step(batch)\n"
+        f"    {read}\n"
+    )
+    facts = {"places": [("loader", 2, "DataLoader")]}
+    if read.startswith("args"):
+        patched(source, {"whole_batches": True}, facts)
+    else:
+        with pytest.raises(NoPatchError, match="line 6 reads loader"):
+            patched(source, {"whole_batches": True}, facts)
+
+
+def test_tags_that_end_where_the_words_end_are_no_mask() -> None:
+    tags = torch.tensor([[0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    layout = layout_of((WORDS, tags, (WORDS != 0).long()))
+    assert layout is not None
+    assert layout["real"] == [[2, "!= 0"]]
+
+
+def test_an_attribute_of_another_class_is_not_mistaken_for_the_model() -> None:
+    source = (
+        "import torch\n"
+        "class Trainer:\n"
+        "    def __init__(self):\n"
+        "        self.model = torch.nn.Linear(1, 1)\n"
+        "    def fit(self, batch):\n"
+        "        return self.model(batch)\n"
+        "class Average:\n"
+        "    def __init__(self, model):\n"
+        "        self.model = model\n"
+    )
+    written = patched(source, {"compile": True}, {"places": [("model", 6, "self.model")]})
+    assert "torch.nn.Linear(1, 1)\n        self.model.compile()\n" in written
+    assert written.count("compile") == 1
+
+
 def test_a_loader_without_a_function_of_its_own_collates_as_before() -> None:
     source = "import functools as ft\nimport torch\nloader = torch.utils.data.DataLoader(data)\n"
     facts = {"places": [("loader", 3, "DataLoader")], "padding": layout_of(BATCHES_PADDED["tuple"])}

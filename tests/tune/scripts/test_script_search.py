@@ -114,6 +114,19 @@ def test_what_gains_is_kept_and_what_does_not_is_not(tmp_path: Path) -> None:
     assert {item.reason for item in result.attempts if "tf32" in item.changes} == {"needs a GPU"}
 
 
+def test_a_module_is_run_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`frameworm run` takes a file; that it runs as a module is in the facts."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "package/train.py"
+    script.parent.mkdir()
+    script.write_text("")
+    search = ScriptSearch(script, ["--lr", "1"], tmp_path / "out", 10.0, module="package.train")
+    monkeypatch.setattr(search, "_seen_alone", lambda: dict(CPU))
+    search._look()
+    assert search.result.to_json()["command"] == "frameworm run --with tuned.yaml package/train.py --lr 1"
+    assert search.result.facts["module"] == "package.train"
+
+
 def test_what_computes_something_else_is_rejected_however_fast(tmp_path: Path) -> None:
     search = Given(tmp_path, CPU, {"workers": 3.0, "fused_optimizer": 1.2}, wrong=["workers"])
     result = search.run()

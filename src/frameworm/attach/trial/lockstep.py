@@ -177,9 +177,19 @@ class ComparedRun(Listener):
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """See whether the update is what torch's plain optimizer makes of this gradient."""
         if self._before is not None and self._start is not None:
-            mine = {item: name for item, name in self._names().items() if name in self._given}
+            mine = {
+                item: name
+                for item, name in self._names().items()
+                if name in self._given and not self._is_first(optimizer, item, name)
+            }
             errors = PlainUpdate(optimizer, mine, None).errors(self._start, self._given, self._tensors().copy())
             self._updates.update(errors)
+
+    def _is_first(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> bool:
+        """Whether this update has made the parameter's state, as where models are trained in turns."""
+        state = optimizer.state.get(parameter, {})
+        tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+        return any(f"optimizer {name} {key}" not in (self._start or {}) for key in tensors)
 
     def _finish(self, number: int) -> None:
         """Write down what a compared step gave."""

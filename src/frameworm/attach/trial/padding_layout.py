@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from frameworm.attach.padding import IGNORED, trimmed
+from frameworm.attach.padding import IGNORED, padding_in, trimmed
 
 _Test = tuple[Any, str]
 
@@ -35,8 +35,11 @@ def layout_of(batch: Any) -> dict[str, Any] | None:
     sides = {"right": before[:, :width], "left": before[:, -width:]}
     side = next((side for side, kept in sides.items() if torch.equal(kept, left)), None)
     tables = {key: members[key] for key in cut if members[key].dim() == 2}
+    words = torch.stack([torch.from_numpy(~pads) for pads in padding_in(batch) or []]).any(0)
     real = (
-        None if side is None else next((tests for tests in _tests(tables) if _keeps(tests, tables, side, width)), None)
+        None
+        if side is None
+        else next((tests for tests in _tests(tables) if _keeps(tests, tables, side, width, words)), None)
     )
     if real is None:
         return None
@@ -72,15 +75,15 @@ def _tests(tables: Mapping[Any, torch.Tensor]) -> Iterator[list[_Test]]:
         yield [(key, "== 0")]
 
 
-def _keeps(tests: list[_Test], tables: Mapping[Any, torch.Tensor], side: str, width: int) -> bool:
-    """Whether the tests would cut a batch to this width."""
+def _keeps(tests: list[_Test], tables: Mapping[Any, torch.Tensor], side: str, width: int, words: torch.Tensor) -> bool:
+    """Whether the tests would cut a batch to this width; a mask must hide no words, as a table of tags may do."""
     real = torch.zeros_like(next(iter(tables.values())), dtype=torch.bool)
     for key, test in tests:
         sign, value = test.split()
         same = tables[key] == int(value)
         real |= same if sign == "==" else ~same
     columns = real.any(0).nonzero()
-    if not columns.numel():
+    if not columns.numel() or (len(tests) == 1 and not bool((real | ~words).all())):
         return False
     last = int(columns.max()) + 1 if side == "right" else real.shape[1] - int(columns.min())
     return width - 8 < last <= width

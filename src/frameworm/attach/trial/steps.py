@@ -28,7 +28,9 @@ from frameworm.attach.trial.interception import can_fuse
 from frameworm.attach.trial.loading import can_have_processes
 
 _Function = Callable[..., Any]
-Place = Literal["optimizer", "loader", "model", "data_parallel", "zeroing", "copy", "backward", "update"]
+Place = Literal[
+    "optimizer", "loader", "other_loader", "model", "data_parallel", "zeroing", "copy", "backward", "update"
+]
 # Frames between a line of the script and what it calls.
 _OWN_AND_TORCH = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _OURS = "_frameworm_counts"
@@ -84,6 +86,7 @@ class StepCounter:
         copies: Tensors were copied to a GPU in a step, and the host waited.
         places: Lines of the script where optimizers and loaders are made, models are called, gradients are computed and
             optimizers step, as kind, line and name: of a model what the script calls it, of what is made its class.
+            Loaders that are not for training are `other_loader`.
     """
 
     def __init__(self, listener: Listener, script: str = "") -> None:
@@ -239,8 +242,8 @@ class StepCounter:
         @functools.wraps(original)
         def initialise(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
-            if can_have_processes(loader):
-                self._note_place("loader", name=type(loader).__name__)
+            kind: Place = "loader" if can_have_processes(loader) else "other_loader"
+            self._note_place(kind, name=type(loader).__name__)
 
         return initialise
 

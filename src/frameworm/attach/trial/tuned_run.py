@@ -70,7 +70,7 @@ class TunedRun:
             Children(__name__, settings, lambda: True, lambda: lambda code: None).arm()
         gc.freeze()  # what was imported so far is not for the script's garbage collections to look through
         try:
-            return run_script(self.script, self.arguments)
+            return run_script(self.script, self.arguments, self.facts.get("module"))
         finally:
             finder.disarm()
 

@@ -21,6 +21,7 @@ from frameworm.tune.scripts.by_hand import (
 from frameworm.tune.scripts.source import Edit, Keyword, NoPatchError, Source, Span, names_in, names_set_in
 
 _CALLED = {"data_parallel": "DistributedDataParallel", "zeroing": "call of zero_grad", "copy": "copy of a batch"}
+_CHANGED_BY_WHOLE_BATCHES = ("batch_size", "batch_sampler", "sampler", "drop_last")
 _FULLY_SHARD, _RESHARD = "fully_shard", "reshard_after_forward"
 
 
@@ -345,6 +346,9 @@ def _in_whole_batches(script: _Script, call: ast.Call) -> list[Edit]:
     may_hold_more = any(item.arg is None for item in call.keywords) or len(call.args) > 4
     if data is None or size is None or not (shuffles or sampler) or may_hold_more or "batch_sampler" in given:
         raise NoPatchError(f"line {call.lineno} makes a loader whose order it does not show")
+    read = source.attribute_of_iterated(*_CHANGED_BY_WHOLE_BATCHES)
+    if read is not None:
+        raise NoPatchError(f"line {read.lineno} reads {source.code_of(read)}, which would be another")
     samplers = ("BatchSampler",) if sampler is not None else ("BatchSampler", "RandomSampler")
     classes, imports = source.names_from("torch.utils.data", *samplers)
     edits: list[Edit] = list(imports)
@@ -388,6 +392,9 @@ def _trimmed(script: _Script, value: Any) -> list[Edit]:
     partial, more = source.name_of_module("functools")
     edits: list[Edit] = [*imports, *more]
     name = source.free_name("collate_trimmed")
+    for line, _ in script.of_kind("other_loader"):
+        if any(call in calls for call in source.calls_at(line)):
+            raise NoPatchError(f"line {line} also makes loaders that do not shuffle, whose batches stay as they are")
     for call in calls:
         given = {item.arg: item.value for item in call.keywords}
         if None in given and "collate_fn" in source.words() and "collate_fn" not in given:

@@ -86,9 +86,11 @@ class ScriptSearch:
         self._trial_s = 0.0  # what a start takes
         self._step_s = 0.1
         self._setup_s = 0.0
-        shown = ["-m", module] if module else [str(script)]
+        self._module = module
         fingerprint = fingerprint_of(script, arguments, max(1, len(ranks)))
-        self.result = ScriptResult([*shown, *arguments], fingerprint, isolated)
+        self.result = ScriptResult(
+            [str(script if module is None else _from_here(script)), *arguments], fingerprint, isolated
+        )
         hung = self._ends + _OVER * budget_s
         place = folder / "trials"
         self._trials = ScriptTrials(script, arguments, place, hung, self.result, module=module, ranks=ranks)
@@ -144,6 +146,7 @@ class ScriptSearch:
             facts: What was known about the script then.
         """
         self.result.facts = dict(facts)
+        self._trials.run_as_module(facts.get("module"))
         if facts.get("spawned"):
             self._trials.follow_spawned(facts["spawned"])
         try:
@@ -168,6 +171,8 @@ class ScriptSearch:
             self._tell(f"it trains in {found.world_size} processes that it starts itself; running it again with them")
             self._trials.follow_spawned(found.world_size)
             facts = {**self._seen_alone(), "spawned": found.world_size}
+        if self._module is not None:
+            facts = {**facts, "module": self._module}
         self.result.facts = facts
         self.result.fingerprint["device"] = facts["device_name"]
         return self._knobs()
@@ -464,10 +469,16 @@ def _too_short(steps: int) -> ScriptError:
 
 def _relative(script: Path) -> str:
     """As it is called from where the command was typed."""
+    path = _from_here(script)
+    return script.name if path.is_absolute() else path.as_posix()
+
+
+def _from_here(script: Path) -> Path:
+    """Its path from where the command was typed, if it lies below."""
     try:
-        return script.absolute().relative_to(Path.cwd()).as_posix()
+        return script.absolute().relative_to(Path.cwd())
     except ValueError:
-        return script.name
+        return script.absolute()
 
 
 def _is_hopeless(windows: Sequence[Window]) -> bool:

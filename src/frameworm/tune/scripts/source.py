@@ -127,6 +127,8 @@ class Source:
         """
         found = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Assign, ast.AnnAssign))]
         found = [node for node in found if any(_name_of(target) == name for target in _targets(node))]
+        if name.startswith("self."):  # another class may have an attribute of that name
+            found = [node for node in found if self._is_in_class(node, line)] or found
         here = [node for node in found if (scope := self.scope_of(node)) is self.tree or _covers(scope, line)]
         once = [node for node in here or found if not self._is_in_loop(node)]
         last: ast.stmt | None = max(once or here or found, key=lambda node: node.lineno, default=None)
@@ -135,6 +137,10 @@ class Source:
                 break
             last = around
         return last
+
+    def _is_in_class(self, node: ast.AST, line: int) -> bool:
+        """Whether a node is part of a class that a line is part of, too."""
+        return any(isinstance(item, ast.ClassDef) and _covers(item, line) for item in self.ancestors(node))
 
     def _is_in_loop(self, node: ast.AST) -> bool:
         for item in self.ancestors(node):
@@ -152,6 +158,17 @@ class Source:
             if isinstance(item, _SCOPES):
                 return None
         return None
+
+    def attribute_of_iterated(self, *attributes: str) -> ast.Attribute | None:
+        """Where one of these is read from something that the script loops over; None: nowhere."""
+        loops = [
+            node.iter for node in ast.walk(self.tree) if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension))
+        ]
+        named = [node for loop in loops for node in ast.walk(loop) if isinstance(node, (ast.Name, ast.Attribute))]
+        # Of `self.loader` that whole, not `self`.
+        iterated = {_name_of(node) for node in named if not isinstance(self._parents[node], ast.Attribute)} - {""}
+        read = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute) and node.attr in attributes]
+        return next((node for node in read if _name_of(node.value) in iterated), None)
 
     def words(self) -> set[str]:
         """Names of arguments and texts that the script holds anywhere."""

@@ -65,6 +65,10 @@ class ScriptTrials:
         self._ranks, self._spawned = [{}] * world_size, world_size
         self._make_folders()
 
+    def run_as_module(self, name: str | None) -> None:
+        """The script runs as with `python -m` under this name; None: as a file."""
+        self._module = name
+
     def _make_folders(self) -> None:
         self.folders = [self._place / f"rank{rank}" for rank in range(len(self._ranks))] or [self._place]
         for path in self.folders:
