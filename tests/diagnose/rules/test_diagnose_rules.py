@@ -372,6 +372,41 @@ def test_others_that_take_nothing_are_no_cause(system: SystemSummary) -> None:
     assert judged(system=system, environment={"torch_threads": 8}).verdict == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("workers", "own", "cost"),
+    [
+        (8, 6.8, 0.14),  # the loader's processes and the threads wait for each other
+        (0, 6.8, 0.55),  # threads wait for each other at the end of each operation, so one that waits holds up all
+        (0, 7.1, 0.55),
+    ],
+)
+def test_a_run_with_more_to_do_than_cores_waits_for_itself(workers: int, own: float, cost: float) -> None:
+    system = crowded(0.55, cpu_process=around(own))
+    judgement = judged(system=system, config={"data": {"num_workers": workers}})
+    finding = finding_of(judgement, "cpu_oversubscribed")
+    assert finding is not None
+    assert finding.share == pytest.approx(cost, abs=0.01)
+    assert finding.evidence["cpu_waiting"] == pytest.approx(0.55)
+    assert (judgement.verdict == "cpu_oversubscribed") is (workers == 0)
+
+
+def test_nobody_waits_for_others_longer_than_they_compute() -> None:
+    """On 2 cores of which others have a quarter of one."""
+    system = cpu_system(0.99, cpu_process=around(1.73), cpu_waiting=around(0.55, 0.01))
+    judgement = judged(system=system, environment={"cpus_usable": 2, "torch_threads": 2})
+    finding = finding_of(judgement, "cpu_oversubscribed")
+    assert finding is not None
+    assert finding.share == pytest.approx(0.25, abs=0.01)
+
+
+def test_what_a_hypervisor_takes_of_a_machine_that_rests_is_not_taken_from_others_too() -> None:
+    """Half of the working time was stolen, which is a fifth of all time; others computed in a tenth of it."""
+    system = cpu_system(0.4, cpu_process=around(0.8), cpu_waiting=around(0.0), cpu_stolen=around(0.5, 0.01))
+    finding = finding_of(judged(system=system), "cpu_oversubscribed")
+    assert finding is not None
+    assert finding.evidence["cores_of_others"] == pytest.approx(0.8)
+
+
 def test_what_others_take_now_and_then_is_no_verdict() -> None:
     judgement = judged(system=crowded(0.15))
     assert judgement.verdict == "healthy"

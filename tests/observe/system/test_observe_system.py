@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -116,6 +117,30 @@ def test_children_count_and_what_they_did_stays_counted() -> None:
     assert after.cpu_s is not None
     assert during.cpu_s is not None
     assert after.cpu_s >= during.cpu_s + 0.05
+
+
+def test_children_that_come_and_go_between_two_looks_count_once() -> None:
+    family = Family()
+    before_s, own_s, children_s = family.read().cpu_s, time.process_time(), children_cpu_s()
+    for number in range(8):  # some are seen while they run, most are not
+        command = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.15: pass"]
+        with subprocess.Popen(command):
+            if number % 3 == 0:
+                time.sleep(0.1)
+                family._looks = 5  # look for children now instead of a few looks later
+                family.read()
+        family.read()
+    used_s = time.process_time() - own_s + children_cpu_s() - children_s
+    after_s = family.read().cpu_s
+    assert used_s > 8 * 0.15
+    assert before_s is not None
+    assert after_s is not None
+    assert after_s - before_s == pytest.approx(used_s, abs=0.1)
+
+
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def times(**values: float) -> Any:

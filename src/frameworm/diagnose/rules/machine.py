@@ -189,9 +189,17 @@ def _crowded_by_others(facts: Facts) -> Finding | None:
     if busy is None or own is None:
         return None
     # All local processes are the run's own, and what the hypervisor takes looks busy.
-    others = clamp(busy.value - stolen.value - own.value * facts.local_processes / cores)
+    own_share = own.value * facts.local_processes / cores
+    others = clamp(busy.value * (1 - stolen.value) - own_share)
     if max(others, stolen.value) < LEAST_OTHERS:
         return None
+    # Nobody waits for others longer than they compute. A run that has more to do than there are cores waits for itself
+    # too: without the others it would get what they had.
+    waited, most_waiting = waiting.value, others * cores
+    if _wants_more_than_all(facts):
+        most_waiting = min(most_waiting, others / max(others + own_share, LEAST_OTHERS))
+    if waiting.value > most_waiting:
+        waiting = waiting.scaled(most_waiting / waiting.value)
     # Both at once: what is left of the time is what neither took.
     lost = waiting.plus(stolen).minus(Estimate(waiting.value * stolen.value, 0.0))
     if facts.on_gpu is not False:
@@ -203,7 +211,7 @@ def _crowded_by_others(facts: Facts) -> Finding | None:
         "cores": cores,
         "cores_used": own.value,
         "cores_of_others": others * cores,
-        "cpu_waiting": waiting.value,
+        "cpu_waiting": waited,
         "cpu_stolen": stolen.value or None,
         "torch_threads": facts.fact("torch_threads"),
     }
@@ -219,6 +227,12 @@ def _crowded_by_others(facts: Facts) -> Finding | None:
         options.append(Option("", None, fewer))
     most = "critical" if lost.low > OFTEN_HELD_UP else "info"
     return costed("cpu_oversubscribed", facts, lost, evidence, facts.remedies(*options), most=most)
+
+
+def _wants_more_than_all(facts: Facts) -> bool:
+    """Whether the run's own threads and loader processes together outnumber the cores."""
+    wanted, cores = demand(facts), facts.cores
+    return wanted is not None and cores is not None and wanted + (facts.workers or 0) / cores > 1
 
 
 def all_busy(facts: Facts, own_share: float = OWN_SHARE, least: float = ALL_BUSY) -> float | None:

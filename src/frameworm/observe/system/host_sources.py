@@ -33,6 +33,7 @@ class _Counters(NamedTuple):
 
     identity: tuple[int, float]
     cpu_s: float
+    ended_s: float  # of its children that have ended, and it knows of it
     read_bytes: int | None
     write_bytes: int | None
 
@@ -40,7 +41,8 @@ class _Counters(NamedTuple):
 class Family:
     """This process and its children: memory, threads, time on cores and bytes from and to disks.
 
-    What a child used up stays counted after it has ended; what it did before it was first seen is not.
+    What a child used up stays counted after it has ended, also where it came and went between two looks; bytes are
+    those from when it was first seen.
     """
 
     def __init__(self) -> None:
@@ -49,8 +51,10 @@ class Family:
             self._self = psutil.Process()
         self._children: list[Any] = []
         self._looks = 0
+        self._ended_s = 0.0  # used up by children that have ended since the look before
         self._before: dict[tuple[int, float], _Counters] = {}
         self._cpu_s = 0.0
+        self._seen_to_end_s = 0.0  # counted of children that have ended, which their parents will count once more
         self._read_bytes: int | None = None
         self._write_bytes: int | None = None
 
@@ -65,6 +69,7 @@ class Family:
         state = FamilyState()
         seen: dict[tuple[int, float], _Counters] = {}
         alive = []
+        self._ended_s = 0.0
         for process in (self._self, *self._children):
             found = _look(process, state)
             if found is None:
@@ -72,7 +77,13 @@ class Family:
             if process is not self._self:
                 alive.append(process)
             seen[found.identity] = found
-            self._add(found, self._before.get(found.identity, found))
+            first = found if self._looks == 1 else found._replace(cpu_s=0.0, ended_s=0.0)  # it is new
+            self._add(found, self._before.get(found.identity, first))
+        gone = [item for identity, item in self._before.items() if identity not in seen]
+        self._seen_to_end_s += sum(item.cpu_s + item.ended_s for item in gone)
+        again_s = min(self._seen_to_end_s, self._ended_s)
+        self._cpu_s += self._ended_s - again_s
+        self._seen_to_end_s -= again_s
         self._children = alive
         self._before = seen
         state.cpu_s = self._cpu_s if seen else None
@@ -81,6 +92,7 @@ class Family:
 
     def _add(self, now: _Counters, before: _Counters) -> None:
         self._cpu_s += max(0.0, now.cpu_s - before.cpu_s)
+        self._ended_s += max(0.0, now.ended_s - before.ended_s)
         if now.read_bytes is not None and before.read_bytes is not None:
             self._read_bytes = (self._read_bytes or 0) + max(0, now.read_bytes - before.read_bytes)
         if now.write_bytes is not None and before.write_bytes is not None:
@@ -103,7 +115,8 @@ def _look(process: Any, state: FamilyState) -> _Counters | None:
     with contextlib.suppress(Exception):  # not on every system, and a container may forbid it
         counters = process.io_counters()
         read_bytes, write_bytes = int(counters.read_bytes), int(counters.write_bytes)
-    return _Counters(identity, times.user + times.system, read_bytes, write_bytes)
+    ended_s = times.children_user + times.children_system
+    return _Counters(identity, times.user + times.system, ended_s, read_bytes, write_bytes)
 
 
 @dataclass(slots=True)
