@@ -21,7 +21,7 @@ from frameworm.engine.upload.beside import Uploads
 from frameworm.engine.upload.once import upload_run
 from frameworm.engine.upload.service import Task
 from frameworm.engine.upload.uploader import Ownership, Uploader
-from frameworm.errors import StorageError
+from frameworm.errors import RunFolderError, StorageError
 from frameworm.records.events import Listener
 from frameworm.records.objects.place import Place
 from frameworm.records.objects.runs import whole_checkpoints
@@ -232,7 +232,8 @@ def test_manifests_come_last_and_go_first(machine: Path) -> None:
     place.calls.clear()
     Uploader(filled(machine / "other", 10, 12).path, place, owned(url), Retention(keep=1)).work(records=False)
     removed = [name for what, name in place.calls if what == "remove"]
-    assert removed[:2] == [
+    assert removed[:3] == [
+        "checkpoints/step-00000012/manifest.json",  # another checkpoint takes its place
         "checkpoints/step-00000004/manifest.json",
         "checkpoints/step-00000004/rank-00000.safetensors",
     ]
@@ -262,6 +263,53 @@ def test_an_upload_cut_at_any_call_leaves_only_whole_checkpoints(machine: Path) 
         Uploader(folder.path, Place(url), owned(url), Retention(keep=1)).work(records=True, without=())
         assert whole_checkpoints(Place(url)) == ["step-00000012"]
     assert number > 8
+
+
+def test_a_former_owner_writes_nothing_over(machine: Path) -> None:
+    """It still has a checkpoint to upload that its successor has uploaded too, and records."""
+    folder = filled(machine / "run", 8, 12)
+    newest, away = folder.checkpoints / "step-00000012", machine / "away"
+    newest.rename(away)
+    url = f"file://{machine}/far/x"
+    place = Place(url)
+    former = Uploader(folder.path, place, owned(url), Retention())
+    former.work(records=True)
+    place.write("owner.json", json.dumps({"run": "r", "owner": "successor"}).encode())
+    of_successor = ("checkpoints/step-00000012/rank-00000.safetensors", "checkpoints/step-00000012/manifest.json")
+    for name in (*of_successor, "steps-rank0.jsonl"):
+        place.write(name, b"of the successor")
+    folder.steps(0).write_text("of the former\n")
+    for _ in range(2):  # without a new checkpoint, and with one
+        with pytest.raises(RunFolderError, match="another process has gone on"):
+            former.work(records=True, without=())
+        for name in (*of_successor, "steps-rank0.jsonl"):
+            assert place.read(name, 2**20) == b"of the successor", name
+        if away.exists():
+            away.rename(newest)
+
+
+def test_what_is_replaced_does_not_count_meanwhile(machine: Path) -> None:
+    folder = filled(machine / "run", 12)
+    url, name = f"file://{machine}/far/x", "checkpoints/step-00000012"
+    place = Recorded(url)
+    place.write("owner.json", json.dumps({"run": "r", "owner": "o"}).encode())
+    place.write(f"{name}/manifest.json", b"of another checkpoint of this step")
+    place.calls.clear()
+    Uploader(folder.path, place, owned(url), Retention()).work(records=False)
+    assert [call for call in place.calls if call[1].startswith(name)] == [
+        ("remove", f"{name}/manifest.json"),
+        ("write", f"{name}/rank-00000.safetensors"),
+        ("write", f"{name}/manifest.json"),
+    ]
+
+
+def test_a_folder_is_not_uploaded_into_itself(machine: Path) -> None:
+    folder = filled(machine / "run", 12)
+    url = f"file://{folder.path}"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.path.iterdir() if path.is_file()}
+    with pytest.raises(RunFolderError, match="is the run folder itself"):
+        upload_run(folder.path, url)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.path.iterdir() if path.is_file()} == before
 
 
 def test_pruning_here_does_not_take_files_from_under_an_upload(machine: Path) -> None:

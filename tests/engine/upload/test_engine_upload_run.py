@@ -16,6 +16,7 @@ from workbench import Steps, StopAfter
 from frameworm.engine.checkpoint.load import list_checkpoints
 from frameworm.engine.export import export_weights
 from frameworm.engine.upload.once import upload_run
+from frameworm.engine.upload.places import go_on_in
 from frameworm.engine.upload.uploader import Ownership
 from frameworm.errors import (
     CheckpointError,
@@ -185,6 +186,53 @@ def test_a_training_whose_run_went_on_elsewhere_uploads_nothing_more(url: str) -
     assert "another process" in (record.storage.problem or "")
     assert "step-00000012" not in whole_checkpoints(Place(url))
     assert Path("runs/x/checkpoints/step-00000012/manifest.json").exists()
+
+
+@pytest.mark.parametrize("how", ["upload", "resume"])
+def test_starts_without_an_answer_from_storage_do_not_lose_the_place(url: str, how: str) -> None:
+    """Each start notes an owner of its own, and storage hears of none of them."""
+    train(url, epochs=1)
+    folder = Path("runs/x")
+    for _ in range(2):
+        note = go_on_in(folder)
+        assert note is not None
+        note.write(folder)
+    if how == "upload":
+        upload_run(folder, url)
+    else:
+        train(url, resume="auto")
+        assert whole_checkpoints(Place(url)) == ["step-00000010", "step-00000012"]
+    assert not list(Path("runs").glob("x-before-*"))
+    mark, kept = json.loads(Place(url).read("owner.json", 999)), Ownership.read(folder)
+    assert kept is not None
+    assert mark["owner"] == kept.owner
+
+
+def test_a_run_that_went_back_replaces_what_it_does_again(tmp_path: Path) -> None:
+    folder, root = RunFolder(tmp_path / "mine"), f"file://{tmp_path}/far"
+    train(folder.path, url=root, keep=6)
+    for path in folder.checkpoints.glob("step-*"):
+        if int(path.name[5:]) > 6:
+            shutil.rmtree(path)
+    record, _ = train(folder.path, url=root, resume="auto", keep=6)
+    assert record.storage is not None
+    assert record.storage.uploaded
+    place = Place(f"{root}/mine")
+    assert whole_checkpoints(place) == [f"step-{step:08d}" for step in range(2, 13, 2)]
+    for name in whole_checkpoints(place):
+        here = (folder.checkpoints / name / "manifest.json").read_bytes()
+        assert place.read(f"checkpoints/{name}/manifest.json", 2**20) == here, name
+
+
+def test_a_refused_upload_leaves_the_note_of_where_a_run_is(tmp_path: Path) -> None:
+    first, second = (f"file://{tmp_path}/far/{name}" for name in ("x", "y"))
+    train(first, epochs=1)
+    train(second, epochs=1)
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        upload_run("runs/x", second)
+    note = Ownership.read(Path("runs/x"))
+    assert note is not None
+    assert note.url == first
 
 
 def test_a_folder_does_not_decide_where_a_run_is_uploaded_to(url: str, caplog: pytest.LogCaptureFixture) -> None:

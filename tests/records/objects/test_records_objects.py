@@ -108,9 +108,15 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_url_without_a_name_is_refused() -> None:
+@pytest.mark.parametrize("url", ["s3://", "s3://bucket/..", "s3://bucket/runs/./"])
+def test_a_url_without_a_name_is_refused(url: str) -> None:
     with pytest.raises(StorageError, match="names no folder"):
-        Place("s3://")
+        Place(url)
+
+
+def test_what_is_no_url_is_refused_in_words() -> None:
+    with pytest.raises(StorageError, match="is no URL"):
+        Place("s3://[bucket/x")
 
 
 def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +188,30 @@ def test_runs_under_a_url_are_listed(url: str) -> None:
     for name in list(Place(f"{url}/a").find()):
         Place(f"{url}/a").remove(name)
     assert [shown(folder) for folder in find_runs(local_root(url))] == [f"{url}/b"]
+
+
+@pytest.mark.parametrize("name", ["_debug-20260101-120000", "lr=1e-3, batch 8", "größe", "run (2)"])
+def test_runs_are_listed_whatever_users_call_them(tmp_path: Path, name: str) -> None:
+    url = f"file://{tmp_path}/far"
+    make_run(f"{url}/{name}")
+    assert [shown(folder) for folder in find_runs(local_root(url, few=True))] == [f"{url}/{name}"]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_nothing_is_left_of_a_run_that_was_at_a_url_before(url: str, few: bool) -> None:
+    place = make_run(f"{url}/a")
+    place.write("notes.txt", b"old")
+
+    def copied() -> RunFolder:
+        return find_runs(local_root(url, few=few))[0] if few else RunFolder.open(local_run(f"{url}/a"))
+
+    local_root(url)
+    assert copied().status() == "completed"
+    for name in list(place.find()):
+        place.remove(name)
+    place.write("config.yaml", b"name: another\n")
+    assert copied().status() is None
+    assert not (copied().path / "notes.txt").exists()
 
 
 def test_a_url_without_a_run_is_refused(url: str) -> None:

@@ -12,7 +12,7 @@ from frameworm.config.load import load_config_from_text, show_path
 from frameworm.engine.checkpoint.commit import Retention
 from frameworm.engine.upload.places import go_on_in
 from frameworm.engine.upload.run_uploads import NOT_UPLOADED
-from frameworm.engine.upload.uploader import Ownership, Uploader
+from frameworm.engine.upload.uploader import Ownership, Uploader, claim
 from frameworm.errors import ConfigError, RunFolderError
 from frameworm.records.objects.place import Place
 from frameworm.records.objects.runs import whole_checkpoints
@@ -48,6 +48,8 @@ def upload_run(path: str | Path, url: str, tell: Callable[[str], None] | None = 
         _retention_of(folder),
         uploaded=lambda name: tell(f"{name} is uploaded") if tell is not None else None,
     )
+    if ownership.former is None:
+        claim(place, ownership)  # before the folder forgets where it was uploaded to until now
     ownership.write(folder.path)
     uploader.work(records=True)
     _say_uploaded(folder, place)

@@ -25,6 +25,7 @@ from frameworm.records.objects.runs import ANSWER_S, copy_records, holds_run, lo
 from frameworm.records.store import RunFolder, find_runs
 
 log = logging.getLogger("frameworm")
+_MOST_EARLIER = 100  # starts in a row without an answer from storage
 
 
 def folder_for(url: str, root: Path) -> Path:
@@ -68,7 +69,10 @@ def go_on_in(folder: Path) -> Ownership | None:
     A folder may come from anywhere: the caller must know the URL from its user before anything is uploaded there.
     """
     noted = Ownership.read(folder)
-    return None if noted is None else replace(noted, owner=secrets.token_hex(16), former=noted.owner)
+    if noted is None:
+        return None
+    earlier = noted.predecessors[:_MOST_EARLIER]
+    return replace(noted, owner=secrets.token_hex(16), former=noted.owner, earlier=earlier)
 
 
 def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
@@ -92,7 +96,9 @@ def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
         log.warning("%s; going on with what is here of it, in %s", error, path)
         return RunFolder.open(path), mine
     # Nobody has written there since this machine did: what is here counts.
-    is_last = noted is not None and (mark is None or (mark[0] == noted.run and mark[1] in (noted.owner, noted.former)))
+    is_last = noted is not None and (
+        mark is None or (mark[0] == noted.run and mark[1] in (noted.owner, *noted.predecessors))
+    )
     if not there and not (is_last and RunFolder(path).holds_run()):
         raise StorageError(f"{place.url} holds no run to go on with; leave --resume out to begin one", missing=True)
     former = mark[1] if mark else ("" if there else None)  # a run without a mark is nobody's
@@ -101,8 +107,8 @@ def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
     if is_last:
         here = [item.name for _, _, item in stored_folders(RunFolder(path).checkpoints)]
         _fetch(place, path, path, here[-1] if here else None)
+        ownership.write(path)  # first: whoever is killed between the two must know its own mark
         place.within(ANSWER_S, lambda: claim(place, ownership))
-        ownership.write(path)
         return RunFolder(path), ownership
     draft = path.with_name(f".{path.name}.tmp")
     try:

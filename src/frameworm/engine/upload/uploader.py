@@ -48,12 +48,19 @@ class Ownership:
         run: A random id of the run.
         owner: A random id of the process that trains it now, or did last.
         former: The owner before, from whom this one may take over; None: nobody has written there yet.
+        earlier: Owners before that one, all of this folder: any of them may not have come so far as to mark the place.
     """
 
     url: str
     run: str
     owner: str
     former: str | None = None
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def predecessors(self) -> tuple[str, ...]:
+        """The owners before this one, the last one first."""
+        return self.earlier if self.former is None else (self.former, *self.earlier)
 
     def write(self, folder: Path) -> None:
         """Note it in the run folder.
@@ -68,7 +75,8 @@ class Ownership:
         """What a run folder notes; None where it is copied nowhere."""
         try:
             fields = read_json(folder / SOURCE, _MOST_MARK_BYTES)
-            return cls(str(fields["url"]), str(fields["run"]), str(fields["owner"]), fields.get("former"))
+            earlier = tuple(str(owner) for owner in fields.get("earlier", ()))
+            return cls(str(fields["url"]), str(fields["run"]), str(fields["owner"]), fields.get("former"), earlier)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -105,7 +113,7 @@ def claim(place: Place, ownership: Ownership) -> None:
         # A mark alone is of a training that never began.
         if ownership.former is not None or holds_run(place.find()):
             raise RunFolderError(_TAKEN.format(url=place.url))
-    elif mark[1] not in (ownership.owner, ownership.former):
+    elif mark[1] not in (ownership.owner, *ownership.predecessors):
         raise RunFolderError(f"another process has gone on with the run at {place.url}; this one uploads nothing more")
     if mark != (ownership.run, ownership.owner):
         place.write(OWNER, json.dumps({"run": ownership.run, "owner": ownership.owner}).encode())
@@ -124,6 +132,9 @@ class Uploader:
         retention: Which checkpoints stay there.
         uploaded: Told the name of each checkpoint that is now in storage.
         progress: Called whenever something has arrived.
+
+    Raises:
+        RunFolderError: The place is the folder itself, in which training would write beside the uploads.
     """
 
     def __init__(
@@ -135,6 +146,8 @@ class Uploader:
         uploaded: Callable[[str], None] = lambda name: None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
+        if place.is_folder(folder):
+            raise RunFolderError(f"{place.url} is the run folder itself; give a URL elsewhere")
         self.folder = folder
         self.place = place
         self._ownership = ownership
@@ -144,6 +157,7 @@ class Uploader:
         self._checkpoints = folder / CHECKPOINTS
         self._claimed = False
         self._whole: set[str] | None = None  # of storage; None: not looked at yet
+        self._stale: set[str] = set()  # in storage, but not what has that name here
         self._sent: set[str] = set()
         self._damaged: set[str] = set()
         self._stamps: dict[str, tuple[int, int]] = {}
@@ -178,12 +192,15 @@ class Uploader:
         whole = {name for name, files in parts.items() if MANIFEST in files}
         for name in set(parts) - whole:
             self._remove(name, parts[name])
+        same = set()
         for _, _, path in stored_folders(self._checkpoints):
             if path.name in whole:
                 # A resumed run may have written a step again, because the one in storage was damaged.
                 text = self.place.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}", manifests.MOST_BYTES)
-                if text != read_bytes(path / MANIFEST, manifests.MOST_BYTES):
-                    whole.discard(path.name)
+                if text == read_bytes(path / MANIFEST, manifests.MOST_BYTES):
+                    same.add(path.name)
+        # What is not here now is another than what will have its name: of a run that has gone back to an earlier step.
+        self._stale = whole - same
         if self._checkpoints.is_dir():
             shutil.rmtree(self._held, ignore_errors=True)
         return whole
@@ -200,7 +217,7 @@ class Uploader:
 
     def _missing(self, whole: set[str]) -> list[Path]:
         here = {path.name: path for _, _, path in stored_folders(self._checkpoints) if path.name not in self._damaged}
-        missing = [path for name, path in here.items() if name not in whole]
+        missing = [path for name, path in here.items() if name not in whole or name in self._stale]
         if not missing:
             return []
         stored = [(*age_of(name), name) for name in sorted({*here, *whole}, key=age_of)]
@@ -214,6 +231,11 @@ class Uploader:
         held = self._hold(path)
         try:
             text = read_text(held / MANIFEST, manifests.MOST_BYTES)
+            self._verify()  # else it might put its files under the manifest of a successor
+            if name in self._stale:
+                self.place.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+                self._whole.discard(name)
+                self._stale.discard(name)
             for file in Manifest.parse(text).files:
                 target = f"{CHECKPOINTS}/{name}/{file}"
                 if target not in self._sent:
@@ -264,7 +286,7 @@ class Uploader:
 
     def _verify(self) -> None:
         """Stop where another process has taken over."""
-        claim(self.place, replace(self._ownership, former=self._ownership.owner))
+        claim(self.place, replace(self._ownership, former=self._ownership.owner, earlier=()))
 
     def _prune(self, newest: str) -> None:
         """Remove what is not to stay, manifests first, and what torn uploads left."""
@@ -310,10 +332,10 @@ class Uploader:
         return {name: stamp for name, stamp in found.items() if self._stamps.get(name) != stamp}
 
     def _upload_records(self, without: Collection[str]) -> None:
-        changed = self._changed()
+        changed = {name: stamp for name, stamp in self._changed().items() if name not in without}
+        if changed:
+            self._verify()
         for name in sorted(changed, key=lambda name: name in SUMMARY):
-            if name in without:
-                continue
             path = self.folder / name
             try:
                 if changed[name][0] <= _MOST_AT_ONCE_BYTES:

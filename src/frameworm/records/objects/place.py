@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 from frameworm.errors import MissingPackageError, StorageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+")
-# Every component of a name; no name of ours has another form.
-_COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+# Every component of a name; folders of runs may be called as users like, but for what leads elsewhere.
+_COMPONENT = re.compile(r"\w[\w .,=@+()%~-]*")
+_MOST_COMPONENT_BYTES = 200
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _UNREACHABLE = {
     errno.ECONNREFUSED,
@@ -45,7 +46,8 @@ def is_url(text: object) -> bool:
 
 def safe_name(name: str) -> bool:
     """True for an object's name, relative to a run, that also is a harmless relative path."""
-    return all(_COMPONENT.fullmatch(part) for part in name.split("/"))
+    parts = name.split("/")
+    return all(_COMPONENT.fullmatch(part) and len(part.encode()) <= _MOST_COMPONENT_BYTES for part in parts)
 
 
 def check_url(text: str) -> str:
@@ -55,11 +57,14 @@ def check_url(text: str) -> str:
         StorageError: It holds a password, or no name to store a run under.
     """
     url = text.rstrip("/")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise StorageError(f"{text} is no URL ({error}); give one such as s3://bucket/runs/x") from None
     if parts.password is not None or parts.query:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise StorageError(f"{shown}: leave secrets and options out of the URL; {_CREDENTIALS}")
-    if not last_part(url):
+    if last_part(url) in ("", ".", ".."):
         raise StorageError(f"{text} names no folder in its storage; give one, such as {parts.scheme}://bucket/runs/x")
     return url
 
@@ -136,6 +141,10 @@ class Place:
         """True where no other process sees the objects (memory://)."""
         protocol = self._system.protocol
         return "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def is_folder(self, path: Path) -> bool:
+        """True where the objects are the files of this very folder (file://)."""
+        return self._has_folders and Path(self._root).resolve() == path.resolve()
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """The content of a small object.

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from frameworm.errors import RunFolderError, StorageError
@@ -93,13 +93,16 @@ def copy_records(place: Place, folder: Path) -> None:
     names = place.find()
     if not holds_run(names):
         raise StorageError(f"{place.url} holds no run; `frameworm runs URL` lists the runs under a URL", missing=True)
-    _copy(place, folder, records_of(names))
+    _copy(place, folder, records_of(names), names)
 
 
-def _copy(place: Place, folder: Path, names: Mapping[str, Facts]) -> None:
-    seen = {}
+def _copy(place: Place, folder: Path, names: Mapping[str, Facts], there: Collection[str]) -> None:
+    """Copy these objects where they have changed, and remove copies of those that are not `there` any more."""
+    seen: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         seen = dict(read_json(folder / _SEEN))
+    for name in seen.keys() - set(there):  # of a run that was at this URL before
+        (folder / name).unlink(missing_ok=True)
     for name, facts in names.items():
         target = folder / name
         if seen.get(name) == facts.stamp and target.is_file():
@@ -117,7 +120,8 @@ def _copy(place: Place, folder: Path, names: Mapping[str, Facts]) -> None:
                 raise
         except OSError as error:
             raise RunFolderError(f"cannot write {target}: {error.strerror or error}") from error
-    write_atomic(folder / _SEEN, json.dumps({name: facts.stamp for name, facts in names.items()}))
+    kept = {name: stamp for name, stamp in seen.items() if name in there}
+    write_atomic(folder / _SEEN, json.dumps({**kept, **{name: facts.stamp for name, facts in names.items()}}))
 
 
 def local_run(path: str | Path) -> Path:
@@ -169,7 +173,7 @@ def local_root(path: str | Path, *, few: bool = False) -> Path:
         (root / run).mkdir(exist_ok=True)
         url = f"{place.url}/{run}"
         wanted = {name: facts for name, facts in records_of(objects).items() if not few or _FEW.fullmatch(name)}
-        _copy(Place(url), root / run, wanted)
+        _copy(Place(url), root / run, wanted, objects)
         write_atomic(root / run / SOURCE, json.dumps({"url": url}))
         if (root / run / CHECKPOINTS).exists() or any(name.startswith(f"{CHECKPOINTS}/") for name in objects):
             (root / run / CHECKPOINTS).mkdir(exist_ok=True)  # a run it is, whatever records are not there yet
