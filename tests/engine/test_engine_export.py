@@ -454,6 +454,78 @@ def test_a_compiled_model_keeps_what_it_writes(tmp_path: Path) -> None:
     assert plain.weights["my.safetensors"]["my.weight"] == "base.weight"
 
 
+class Changer(Saver):
+    """Does something to a weight on the way."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.square = nn.Linear(4, 4)
+        self.change = change
+
+    def save_pretrained(self, folder: Path, **more: Any) -> None:
+        """Another value, in the same type."""
+        save_file({"w": self.change(self.state_dict()["square.weight"]).contiguous()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [torch.t, lambda item: item[:3], lambda item: item[:, :1], lambda item: item + 1])
+def test_weights_that_are_turned_cut_or_computed_with_are_not_kept(change: Any) -> None:
+    assert shape_of(Changer(lambda item: item)) is not None
+    assert shape_of(Changer(change)) is None
+
+
+def test_numbers_are_not_kept_as_weights_of_another_form() -> None:
+    class Pickler(Saver):
+        def save_pretrained(self, folder: Path, **more: Any) -> None:
+            super().save_pretrained(folder)
+            torch.save(self.state_dict(), folder / "pytorch_model.bin")
+
+    assert shape_of(Pickler()) is None
+
+
+class Taker(Saver):
+    """As models of transformers: it writes the weights that it is given."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """All of them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = self.state_dict() if state_dict is None else state_dict
+        save_file({name: item.clone() for name, item in weights.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_compiled_model_is_exported_under_its_own_names(tmp_path: Path, dtype: str | None) -> None:
+    model = Taker()
+    trainer_of(torch.compile(model, backend="eager")).export(tmp_path / "out", dtype=dtype)  # type: ignore[arg-type]
+    kind = torch.float32 if dtype is None else torch.bfloat16
+    expected = {name: item.to(kind) for name, item in values(model).items()}
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+def test_a_url_is_no_path_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained_saver(Net(), tmp_path / "run")
+    for write in (
+        lambda out: export_run(tmp_path / "run", out),
+        lambda out: trainer_of(Net()).export(out),
+        lambda out: trainer_of(Net()).save(out),
+    ):
+        with pytest.raises(RunFolderError, match="s3://bucket/out is a URL"):
+            write("s3://bucket/out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_shape_is_named(tmp_path: Path) -> None:
+    trained_saver(Saver(), tmp_path / "run")
+    kept = tmp_path / "run" / PRETRAINED
+    whole = kept.read_bytes()
+    with zipfile.ZipFile(kept) as archive:
+        begin = archive.infolist()[0].header_offset + 30 + len("weights.json")
+    for place, change in ((begin, b"\xff\xff"), (whole.index(b"PK\1\2") + 8, b"\1")):  # garbled; encrypted
+        kept.write_bytes(whole[:place] + change + whole[place + len(change) :])
+        with pytest.raises(RunFolderError, match="cannot be read"):
+            export_run(tmp_path / "run", tmp_path / "out")
+
+
 def test_what_does_more_than_to_name_weights_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Halver()
     caplog.set_level(logging.INFO)

@@ -31,6 +31,7 @@ from frameworm.engine.weight_formats import (
     MAX_SHARD_SIZE,
     Outgoing,
     parse_size,
+    refuse_url,
     write_dcp,
     write_safetensors,
 )
@@ -315,6 +316,7 @@ def export_compiled(
 
 def _free(out: str | Path) -> Path:
     target = Path(out)
+    refuse_url(target)
     if target.exists():
         raise RunFolderError(f"{target} exists; give another --out or remove it")
     return target

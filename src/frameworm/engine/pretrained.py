@@ -13,9 +13,11 @@ import inspect
 import io
 import json
 import logging
+import math
 import tempfile
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -35,6 +37,10 @@ PRETRAINED = "pretrained.zip"  # in the run folder
 _PLACES = "weights.json"
 _FILES = "files/"
 _MOST_BYTES = 2**30
+_DAMAGED = (OSError, ValueError, KeyError, AttributeError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile)
+_APART = 2**40  # between the numbers in the places of two weights
+_MOST_ROWS = 2**20
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npy", ".npz", ".h5", ".msgpack")  # they would hold numbers
 
 
 class Shape(NamedTuple):
@@ -82,10 +88,16 @@ def shape_of(model: nn.Module, processing_class: Any = None) -> Shape | None:
             inner.save_pretrained(folder)  # type: ignore[operator]
             if processing_class is not None:
                 processing_class.save_pretrained(folder)
-            return _read_shape(folder, [int(item) for item in numbers.values()], names)
+            return _read_shape(folder, numbers, names)
     except Exception as error:  # code of the user's, or of a library
         log.debug("what %s writes is not known before it is exported: %s", type(model).__name__, error)
         return None
+
+
+def _numbered(number: int, shape: torch.Size) -> torch.Tensor:
+    """A tensor that tells a number, with as many rows as a weight: it shows if it was turned, cut or computed with."""
+    sizes = [min(max(size, 1), 2 if place else _MOST_ROWS) for place, size in enumerate(shape)]
+    return (number * _APART + torch.arange(math.prod(sizes))).reshape(sizes)
 
 
 @contextlib.contextmanager
@@ -95,7 +107,7 @@ def _numbers_for_weights(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     numbers: dict[str, torch.Tensor] = {}
     for number, (name, item) in enumerate(model.state_dict().items()):
         if isinstance(item, torch.Tensor):  # weights that are tied stay so
-            numbers[name] = first.setdefault(storage_of(item), torch.tensor([number]))
+            numbers[name] = first.setdefault(storage_of(item), _numbered(number, item.shape))
     parts = dict(model.named_modules())
     before = {name: part.__dict__["state_dict"] for name, part in parts.items() if "state_dict" in part.__dict__}
     for name, part in parts.items():
@@ -120,28 +132,38 @@ def _state_dict_of(numbers: Mapping[str, torch.Tensor], own: str) -> Callable[..
     return state_dict
 
 
-def _read_shape(folder: Path, numbers: Sequence[int], names: Sequence[str]) -> Shape | None:
+def _read_shape(folder: Path, numbers: Mapping[str, torch.Tensor], names: Sequence[str]) -> Shape | None:
     """What was written, if every tensor in it is one of the numbers, and none is there more often than its names.
 
     Args:
         folder: What the model wrote.
-        numbers: Of its tensors; a number is the place of the first of its names.
+        numbers: What was in the place of its tensors; a number is the place of the first of its names.
         names: All of them.
     """
+    known = {_number_of(item): item for item in numbers.values()}
     shape = Shape({}, {})
     seen: Counter[str] = Counter()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         place = path.relative_to(folder).as_posix()
+        if path.suffix in _OTHER_WEIGHTS:
+            return None
         if path.suffix != SAFETENSORS:
             shape.files[place] = path.read_bytes()
             continue
         written = {key: item.read() for key, item in open_weights(path).items()}
-        if any(item.shape != (1,) or item.dtype != torch.int64 for item in written.values()):
+        found = {key: known.get(_number_of(item)) for key, item in written.items()}
+        if any(item is None or not torch.equal(item, written[key]) for key, item in found.items()):
             return None
-        shape.weights[place] = {key: names[int(item)] for key, item in written.items()}
+        shape.weights[place] = {key: names[_number_of(item)] for key, item in written.items()}
         seen.update(shape.weights[place].values())
-    often = Counter(names[number] for number in numbers)
+    often = Counter(names[_number_of(item)] for item in numbers.values())
     return shape if seen and all(count <= often[name] for name, count in seen.items()) else None
+
+
+def _number_of(tensor: torch.Tensor) -> int:
+    """The number that a tensor tells; -1 if it tells none."""
+    is_one = tensor.dtype == torch.int64 and tensor.numel() > 0
+    return int(tensor.reshape(-1)[0]) // _APART if is_one else -1
 
 
 def keep_shape(run: Path, model: nn.Module, processing_class: Any) -> None:
@@ -194,7 +216,7 @@ def kept_shape(run: Path) -> Shape | None:
             if not all(isinstance(key, str) and isinstance(name, str) for key, name in of.items()):
                 raise ValueError(f"{_PLACES} names no weights")
         return shape
-    except (OSError, ValueError, KeyError, AttributeError, NotImplementedError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise RunFolderError(
             f"{path} cannot be read: {error}; name the workload instead (--set workload=...)"
         ) from None
@@ -247,7 +269,8 @@ def write_pretrained(
     Raises:
         ModelError: It does not write weights that are given to it, or cannot be written.
     """
-    write: Callable[..., Any] = model.save_pretrained  # type: ignore[assignment]
+    inner: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile wraps it, and gives its weights other names
+    write: Callable[..., Any] = inner.save_pretrained  # type: ignore[assignment]
     parameters = inspect.signature(write).parameters
     if not is_own_state and "state_dict" not in parameters:
         shape = shape_of(model, processing_class)
@@ -259,7 +282,8 @@ def write_pretrained(
         about = {name: (item.shape, item.dtype) for name, item in state.items()}
         write_shaped(target, shape, shape.take(Outgoing(about, state.__getitem__)), parse_size(max_shard_size))
         return size_of(target)
-    given = {"max_shard_size": max_shard_size, "state_dict": state}
+    own = state if inner is model else {name.removeprefix("_orig_mod."): item for name, item in state.items()}
+    given = {"max_shard_size": max_shard_size, "state_dict": own}
     kinds = [item.dtype for item in state.values() if item.is_floating_point()]
     try:
         with warnings.catch_warnings():

@@ -34,6 +34,19 @@ def parse_size(text: str | int) -> int:
     return int(float(match[1]) * unit)
 
 
+def refuse_url(target: Path) -> None:
+    """Refuse a path that was a URL before it became one: it would be a folder called `s3:` here.
+
+    Raises:
+        RunFolderError: It was.
+    """
+    scheme = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):", next(iter(target.parts), ""))
+    if scheme and len(target.parts) > 1:
+        raise RunFolderError(
+            f"{scheme[1]}://{'/'.join(target.parts[1:])} is a URL; give a path, and copy what it holds"
+        )
+
+
 class Outgoing:
     """Tensors to be written, one at a time.
 
