@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from frameworm.data.adopt import RankBatches, adopt_loader, set_loader_epoch
 from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
+from frameworm.data.stateful import PlacedLoader
 from frameworm.errors import ConfigError, DataError
 
 
@@ -220,6 +221,68 @@ def test_lengths_of_the_parts() -> None:
     batches = list(batches_of_two())
     assert [len(RankBatches(batches, rank, 2)) for rank in range(2)] == [3, 2]
     assert [len(RankBatches(batches, rank, 7)) for rank in range(7)] == [1, 1, 1, 1, 1, 0, 0]
+
+
+class Shuffling:
+    """A loader that draws its order from the process's random state, which is another on each rank."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(10).split(2))
+
+
+@pytest.mark.parametrize("given", [Shuffling(), lambda: torch.randperm(10).split(2)], ids=["loader", "function"])
+def test_turns_at_batches_that_are_shuffled_meet_each_once(given: Any) -> None:
+    epochs = []
+    for epoch in range(2):
+        found = []
+        for rank in range(2):
+            torch.manual_seed(rank)
+            loader, _ = adopted(given, rank)
+            set_loader_epoch(loader, epoch)
+            before = torch.get_rng_state()
+            found.append(samples(loader))
+            assert torch.equal(torch.get_rng_state(), before)
+        assert sorted(found[0] + found[1]) == list(range(10))
+        epochs.append(found)
+    assert epochs[0] != epochs[1]
+
+
+class Noisy:
+    """Says where it is, and draws something for each batch."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.next < 10:
+            self.next += 1
+            yield self.next - 1 + torch.rand(2)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_turns_go_on_at_a_place_with_the_same_random_numbers(ahead: bool) -> None:
+    loader = PlacedLoader(adopted(Noisy(), 1)[0])
+    loader.copied = ahead
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    early = [next(batches).tolist()] if ahead else []  # as a transfer to a device reads
+    place = loader.place(2)
+    rest = early + samples_of(batches)
+    again = PlacedLoader(adopted(Noisy(), 1)[0])
+    assert place is not None
+    assert again.go_on(place)
+    assert samples_of(iter(again)) == rest
+
+
+def samples_of(batches: Iterator[torch.Tensor]) -> list[list[float]]:
+    return [batch.tolist() for batch in batches]
 
 
 def test_a_transfer_loader_is_adopted_inside() -> None:

@@ -103,6 +103,35 @@ def test_every_sample_comes_once(kind: str, batch: int, ranks: int, then: int, l
     assert sorted([*first, *rest]) == list(range(SIZE))
 
 
+def _of_two_ranks(rank: int, first: int, told: list[str]) -> StepSource:
+    batches = [torch.arange(start, start + 4) for start in range(first, SIZE, 4)]
+    return StepSource(
+        RankBatches(batches, rank, 2),
+        accumulation=1,
+        rank=rank,
+        world_size=2,
+        sum_over_ranks=lambda value: 2 * value,
+        max_over_ranks=lambda value: value,
+        warn=told.append,
+    )
+
+
+def test_each_rank_has_a_first_batch_of_its_own_and_only_one_is_saved() -> None:
+    told: list[str] = []
+    begun = _of_two_ranks(0, 0, told)
+    next(begun.epoch(0))
+    before = dataclasses.asdict(begun.reading)
+    for rank in range(2):
+        again = _of_two_ranks(rank, 0, told)
+        again.continue_reading(before)
+        next(again.epoch(0, 2, 16))
+    assert not told
+    changed = _of_two_ranks(0, 4, told)
+    changed.continue_reading(before)
+    next(changed.epoch(0, 2, 16))
+    assert "did not yield the same" in told[0]
+
+
 def test_a_batch_sampler_of_ones_own_is_cut_where_it_stopped() -> None:
     loader = DataLoader(DATA, batch_sampler=Pairs())
     source = StepSource(loader, accumulation=1)

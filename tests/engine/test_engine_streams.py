@@ -80,9 +80,11 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "stateful, hugging face, workers": _stateful("hugging face", 2),
     "stateful, hugging face, shuffled": _stateful("hugging face, shuffled", 0),
     "own loader": lambda folder: Queue(),
+    "a state that fails": lambda folder: DataLoader(LateBuffer(), 4, collate_fn=collate),
 }
 CAMPAIGN = bool(os.environ.get("CAMPAIGN"))
 SAMPLE = ["plain, workers", "a state, workers", "hugging face, few shards", "tars", "stateful, map", "own loader"]
+SAMPLE += ["a state that fails"]
 SAMPLES_ONLY = {"stateful, map, workers"}  # what its workers draw is not in its state
 PACKAGES = {"stateful": "torchdata", "hugging": "datasets", "tars": "webdataset"}
 
@@ -254,6 +256,27 @@ def test_a_state_that_fails_is_found_by_the_last_batch(caplog: pytest.LogCapture
         found = [batch[1].flatten().tolist() for step in again.epoch(0, 5, 20) for batch in step.batches]
     assert found == rest
     assert "was read again up to where the run had stopped" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_beginning_is_found_whatever_the_data_set_counts(kind: int, stop: int) -> None:
+    """A resumed run restores counters after the epoch was begun. The next epoch is whole, too."""
+    make = (Counting, LateBuffer)[kind]
+    source = steps_of(0, 1, DataLoader(make(), 4, collate_fn=collate))
+    steps = source.epoch(0)
+    for _ in range(stop):
+        next(steps)
+    place = source.place.capture()
+    rest = [batch[1].flatten().tolist() for step in steps for batch in step.batches]
+    dataset = make()
+    again = steps_of(0, 1, DataLoader(dataset, 4, collate_fn=collate))
+    again.place.restore(place)
+    steps = again.epoch(0, stop, stop * 4)
+    dataset.next = stop * 4
+    assert [batch[1].flatten().tolist() for step in steps for batch in step.batches] == rest
+    later = [number for step in again.epoch(1) for batch in step.batches for number in batch[1].flatten().tolist()]
+    assert sorted(later) == list(range(SIZE))
 
 
 class LateBuffer(Counting):

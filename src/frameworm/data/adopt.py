@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from frameworm.data.loader import OptimizedDataLoader
 from frameworm.data.prefetch import CudaDataLoader
 from frameworm.data.samples.division import has_own_batches
 from frameworm.data.samples.reader import has_state
+from frameworm.data.samples.seeding import RandomState
 from frameworm.data.samples.streams import is_stream
 from frameworm.errors import ConfigError, DataError
 
@@ -30,18 +32,40 @@ SEED_LIMIT = 2**63
 
 
 class RankBatches:
-    """Every world_size-th batch of an iterable; ranks may end one batch apart."""
+    """Every world_size-th batch of an iterable; ranks may end one batch apart.
 
-    def __init__(self, source: Any, rank: int, world_size: int) -> None:
+    Args:
+        source: The iterable, or a function that returns one.
+        rank: This process.
+        world_size: Number of processes.
+        seed: Seed of what the source draws from the process's random state, which would make it another order on each
+            rank; None: it shares the loop's.
+    """
+
+    def __init__(self, source: Any, rank: int, world_size: int, seed: int | None = None) -> None:
         self.source = source
         self.rank = rank
         self.world_size = world_size
+        self._seed = seed
+        self._epoch = 0
+        self._state: RandomState | None = None
         self._skip = 0
         self._begin = rank
+        self._random: Mapping[str, Any] | None = None
 
-    def after_own(self) -> None:
-        """Let the next iteration, and only that one, find the source behind the last batch of this rank."""
+    def after_own(self, random: Mapping[str, Any] | None) -> None:
+        """Let the next iteration, and only that one, find the source behind the last batch of this rank.
+
+        Args:
+            random: `random` at that time.
+        """
         self._begin = self.world_size - 1
+        self._random = random
+
+    @property
+    def random(self) -> dict[str, Any] | None:
+        """The random state of the source as plain data; None while it has drawn nothing, or from the loop's."""
+        return None if self._state is None else self._state.saved()
 
     def skip(self, samples: int) -> None:
         """Let the next iteration, and only that one, begin after so many samples of the source."""
@@ -49,16 +73,33 @@ class RankBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the source the epoch, if it wants to know."""
+        self._epoch = epoch
         set_loader_epoch(self.source, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self.source if isinstance(self.source, Iterable) else self.source()
         skip, self._skip = self._skip, 0
         begin, self._begin = self._begin, self.rank
-        return islice(after_samples(iter(batches), skip), begin, None, self.world_size)
+        random, self._random = self._random, None
+        self._state = None if self._seed is None else RandomState(self._seed, self._epoch)
+        if self._state is not None and random is not None:
+            self._state.load(random)
+        with self._state or nullcontext():
+            batches = after_samples(iter(self.source if isinstance(self.source, Iterable) else self.source()), skip)
+        own = islice(batches, begin, None, self.world_size)
+        return own if self._state is None else _drawn(own, self._state)
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.source) - self.rank) // self.world_size))
+
+
+def _drawn(batches: Iterator[Any], state: RandomState) -> Iterator[Any]:
+    """Batches that are drawn under a random state of their own."""
+    while True:
+        with state:
+            found = list(islice(batches, 1))
+        if not found:
+            return
+        yield found[0]
 
 
 def after_samples(batches: Iterator[Any], samples: int) -> Iterator[Any]:
@@ -181,7 +222,7 @@ def _divide_stream(loader: DataLoader[Any], rank: int, world_size: int, seed: in
                 f"{type(loader.dataset).__name__}, and with batch_size=None its batches cannot be dealt out: let it "
                 "divide itself by get_worker_info(), set num_workers to 0 or 1, or set batch_size"
             )
-        return (loader, division.describe()) if division.as_it_is else _turns(loader, rank, world_size)
+        return (loader, division.describe()) if division.as_it_is else _turns(loader, rank, world_size, seed)
     return (loader if division.readers == 1 and not division.places else ours), None
 
 
@@ -286,16 +327,14 @@ def _split_batches(loader: Any, rank: int, world_size: int, seed: int) -> tuple[
     own, note = has_own_batches(loader, world_size, seed)
     if own:
         loader = loader if isinstance(loader, Iterable) else RankBatches(loader, 0, 1)
-        return (
-            loader,
-            f"Each of {world_size} ranks reads batches of its own from the given {type(loader).__name__}. {note}",
-        )
-    split, text = _turns(loader, rank, world_size)
+        text = f"Each of {world_size} ranks reads batches of its own from the given {type(loader).__name__}."
+        return loader, text if note is None else f"{text} {note}"
+    split, text = _turns(loader, rank, world_size, seed)
     return split, text if note is None else f"{text} {note}"
 
 
-def _turns(loader: Any, rank: int, world_size: int) -> tuple[RankBatches, str]:
-    return RankBatches(loader, rank, world_size), (
+def _turns(loader: Any, rank: int, world_size: int, seed: int) -> tuple[RankBatches, str]:
+    return RankBatches(loader, rank, world_size, seed), (
         f"The samples inside the given {type(loader).__name__} cannot be reached: {world_size} ranks take turns at its "
         "batches, so a step covers as many batches as there are ranks."
     )

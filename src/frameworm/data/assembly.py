@@ -256,6 +256,7 @@ def make_stream(
         epoch=epoch,
         drop_last=settings.drop_last,
         begin=begin,
+        prepared=settings.worker_init_fn is not None,
     )
 
 

@@ -352,7 +352,9 @@ class OptimizedDataLoader:
 
     def go_on(self, saved: Mapping[str, Any]) -> bool:
         """Let the next iteration, and only that one, begin at what `place` gave; false if other readers were there."""
-        begin = self._places.begin(self._epoch, saved) if self._is_stream and self.division.places else None
+        begin = None
+        if self._is_stream and self.division.places:
+            begin = self._places.begin(self._epoch, saved, self.dataset)
         if begin is None:
             return False
         self._begin, self._begun, self._loader = begin, saved, None

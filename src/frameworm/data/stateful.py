@@ -50,7 +50,7 @@ class PlacedLoader:
             self._holder.load_state_dict(copy.deepcopy(begun["loader"]))
             self._number = begun["batches"]
             if isinstance(self.loader, RankBatches):
-                self.loader.after_own()
+                self.loader.after_own(begun.get("random"))
         return self._read(iter(self.loader))
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -61,8 +61,9 @@ class PlacedLoader:
             yield batch
         self._number = 0  # between epochs there is no place, and some loaders would start workers to tell it
 
-    def _state(self) -> Any:
-        return copy.deepcopy(self._holder.state_dict())
+    def _state(self) -> dict[str, Any]:
+        random = self.loader.random if isinstance(self.loader, RankBatches) else None
+        return {"loader": copy.deepcopy(self._holder.state_dict()), "random": random}
 
     def place(self, batches: int) -> dict[str, Any] | None:
         """Where the loader was after so many batches of the running epoch, for `go_on`; None where nobody knows."""
@@ -72,7 +73,7 @@ class PlacedLoader:
         if batches not in known and batches != self._number:
             return None
         state = known[batches] if batches in known else self._state()
-        return {"batches": batches, "loader": state} if is_plain(state) else None
+        return {"batches": batches, **state} if is_plain(state) else None
 
     def go_on(self, saved: Mapping[str, Any]) -> bool:
         """Let the next iteration, and only that one, begin at what `place` gave; false for another loader's place."""

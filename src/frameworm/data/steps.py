@@ -212,7 +212,8 @@ class StepSource:
         first = next(steps, None)
         if first is None:
             return steps
-        seen = None if self._warn is None else fingerprint(first.batches)  # without checkpoints nobody asks
+        # Without checkpoints nobody asks; and they hold what rank 0 has seen, which is not what others see.
+        seen = None if self._warn is None or self._rank else fingerprint(first.batches)
         if not start:
             unsure = self._unsure(perf_counter() - began)
             self.reading = replace(self.reading, first_step=first.global_samples, first_batch=seen, unsure=unsure)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from frameworm.data.adopt import adopt_loader
 from frameworm.data.samples.division import Division, divide
 from frameworm.data.samples.reader import copied, digest, keeps_its_place
 from frameworm.data.samples.seeding import RandomState
@@ -164,6 +166,134 @@ def test_a_data_set_without_a_fixed_order_is_named() -> None:
     note = alone(Unseeded(), 2).describe()
     assert note is not None
     assert "Unseeded yields something else each time" in note
+
+
+MODULES_OWN = np.random.default_rng(0)
+
+
+class DrawsFromAModule(Plain):
+    """Shuffles by a generator that no copy of it has to itself, and then takes a worker's part."""
+
+    def __iter__(self) -> Iterator[int]:
+        _, _, worker, workers = place()
+        return iter(MODULES_OWN.permutation(SIZE).tolist()[worker::workers])
+
+
+def test_looking_takes_nothing_from_a_modules_generator() -> None:
+    before = MODULES_OWN.bit_generator.state
+    division = alone(DrawsFromAModule(), 2)
+    assert MODULES_OWN.bit_generator.state == before
+    assert (division.way, division.note) == ("workers", None)
+
+
+class Around(IterableDataset[int]):
+    """Changes the samples of another, whose other attributes are seen through it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __iter__(self) -> Iterator[int]:
+        return (sample + 1000 for sample in self.inner)
+
+
+def test_shards_are_not_those_of_what_is_inside() -> None:
+    source = steps_of(0, 1, DataLoader(Around(Files(parts(6))), 4, num_workers=2))
+    found = [number for step in source.epoch(0) for batch in step.batches for number in batch.tolist()]
+    assert sorted(found) == list(range(1000, 1000 + SIZE))
+
+
+class Drawn(IterableDataset[float]):
+    """Numbers from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[float]:
+        return (float(self.rng.random()) for _ in range(40))
+
+
+def _seed_by_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.rng = np.random.default_rng(worker)  # type: ignore[attr-defined]
+
+
+def test_workers_that_are_seeded_by_the_user_draw_samples_of_their_own() -> None:
+    loader = DataLoader(Drawn(0), 4, num_workers=2, worker_init_fn=_seed_by_worker)
+    steps = list(steps_of(0, 1, loader).epoch(0))
+    found = [number for step in steps for batch in step.batches for number in batch.tolist()]
+    assert len(found) == len(set(found)) == 80
+
+
+def _drawn_by_rank(rank: int, world_size: int, workers: int) -> list[float]:
+    source = steps_of(rank, world_size, DataLoader(Drawn(rank), 4, num_workers=workers))
+    return [number for step in source.epoch(0) for batch in step.batches for number in batch.tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_with_seeds_of_their_own_draw_samples_of_their_own(
+    workers: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    found = list(chain(*run_ranks(_drawn_by_rank, 2, (workers,))))
+    assert len(found) == len(set(found)) == 80
+
+
+class Locked(Plain):
+    """Takes its part when it is made, and cannot be copied."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.part = (rank, SIZE, ranks)
+        self.lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*self.part))
+
+
+def _not_copied(rank: int, world_size: int) -> tuple[list[str | None], list[list[int]]]:
+    """Notes, and the samples of what says that ranks have their own."""
+    _, stream = adopt_loader(DataLoader(Locked(rank, world_size), 4), rank=rank, world_size=world_size)
+    _, generator = adopt_loader((batch for batch in [torch.ones(2)]), rank=rank, world_size=world_size)
+    dataset = Locked(rank, world_size)
+    dataset.shards_itself = True  # type: ignore[attr-defined]
+    both = []
+    for given in (DataLoader(dataset, 4), ByHand(rank, world_size)):
+        source = steps_of(rank, world_size, given)
+        both.append([int(number) for step in source.epoch(0) for batch in _real(step) for number in batch.flatten()])
+    return [stream, generator], both
+
+
+def _real(step: Any) -> list[Any]:
+    return [batch for batch, size in zip(step.batches, step.samples) if size]
+
+
+class ByHand:
+    """Batches of one rank, which cannot be copied."""
+
+    shards_itself = True
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.batches = list(torch.arange(SIZE).split(4))[rank::ranks]
+        self.lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compared_is_named_and_may_say_what_it_does(run_ranks: Callable[..., list[Any]]) -> None:
+    found = run_ranks(_not_copied, 2)
+    (stream, generator), _ = found[0]
+    assert "Locked cannot be copied" in stream
+    assert "say so by shards_itself = True" in stream
+    assert "pass a function that makes it" in generator
+    for number in range(2):
+        assert sorted(chain(*[rank[1][number] for rank in found])) == list(range(SIZE))
 
 
 def _half_divided(rank: int, world_size: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from frameworm.data.samples.reader import Told, first_samples, keeps_its_place, shards_of
+from frameworm.data.samples.reader import NOT_COPIED, Told, first_samples, keeps_its_place, shards_of
 from frameworm.errors import DataError
 
 LOOKED_AT = 16  # samples of each reader
@@ -199,24 +199,25 @@ def divide(
     views: list[list[int | str]] = []
     if declared is not False:
         views = [first_samples(dataset, seed, told, LOOKED_AT) for told in (None, (0, 2), (1, 2))]
-    by_worker = bool(views) and views[1] != views[2]
     steady = not views or views[0] == first_samples(dataset, seed, None, LOOKED_AT)
     shards = shards_of(dataset)
     alone = own_ranks or world_size == 1
     every = _gathered((views, steady, keeps_its_place(dataset, seed), (shards, workers)), alone)
     seen, steadies, placed, numbers = (list(item) for item in zip(*every))
     alike = len(set(numbers)) == 1
-    by_worker = by_worker and all(steadies)
+    by_worker = all(steadies) and all(item and item[1] != item[2] for item in seen)  # or ranks would part ways below
     found_own, note = _compared(dataset, seen, all(steadies))
     own_ranks = own_ranks or found_own
     empty = [number for number, item in enumerate(seen) if found_own and isinstance(item[0][0], str)]
     if empty:
+        what = seen[empty[0]][0][0]
+        error = "" if what == "end" else f" (reading it there fails with {what})"
         raise DataError(
-            f"{_kind(dataset)} divides itself among {world_size} ranks and leaves nothing for rank {empty[0]}: give it "
-            "more shards, or train with fewer processes"
+            f"{_kind(dataset)} divides itself among {world_size} ranks and leaves nothing for rank {empty[0]}{error}: "
+            "give it more shards, or train with fewer processes"
         )
-    if found_own and processes:
-        astray = views[0] != _seen_in_a_process(dataset, seed, context)
+    if found_own:
+        astray = processes > 0 and views[0] != _seen_in_a_process(dataset, seed, context)
         if any(_gathered(astray, False)):
             raise DataError(
                 f"{_kind(dataset)} gives each rank samples of its own, but not in a loader process, which does not "
@@ -244,8 +245,9 @@ def has_own_batches(source: Any, world_size: int, seed: int) -> tuple[bool, str 
     Raises:
         DataError: Some ranks yield the same, others do not.
     """
-    if world_size == 1:
-        return False, None
+    declared = getattr(source, "shards_itself", None)
+    if world_size == 1 or declared is not None:
+        return world_size > 1 and bool(declared), None
     views, again = ([first_samples(source, seed, None, LOOKED_AT // 4)] for _ in range(2))
     every = _gathered((views, views == again), False)
     return _compared(source, [item[0] for item in every], all(item[1] for item in every))
@@ -253,6 +255,12 @@ def has_own_batches(source: Any, world_size: int, seed: int) -> tuple[bool, str 
 
 def _compared(source: Any, seen: list[list[list[int | str]]], steady: bool) -> tuple[bool, str | None]:
     """Whether ranks see samples of their own, from what each has seen; and what the user should know about that."""
+    if len(seen) > 1 and any(NOT_COPIED in view for item in seen for view in item):
+        once = isinstance(source, Iterator)
+        return False, (
+            f"{_kind(source)} cannot be copied, so nobody has looked whether ranks have their own: if they do, "
+            + ("pass a function that makes it." if once else "say so by shards_itself = True.")
+        )
     if not steady:
         return False, (
             f"{_kind(source)} yields something else each time it is read from the same random state, so that samples "

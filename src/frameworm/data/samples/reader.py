@@ -9,7 +9,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import get_worker_info
 
-from frameworm.data.samples.held import MOST_ITEMS, Walk
+from frameworm.data.samples.held import MOST_ITEMS, Held, Walk
 from frameworm.data.samples.seeding import RandomState
 
 _SHARED_BYTES = 2**20
 _DIGESTED = 2**14  # of the numbers or bytes of one part of a sample
 _PLAIN = (type(None), bool, int, float, str, bytes, np.generic, torch.Tensor, torch.dtype)
+NOT_COPIED = "not copied"
 Told = tuple[int, int]  # number of a worker, and how many there are
 
 
@@ -118,6 +119,8 @@ def shards_of(dataset: Any) -> int | None:
     shard = getattr(dataset, "shard", None)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1 or not callable(shard):
         return None
+    if inspect.getattr_static(dataset, "shard", None) is None:
+        return None  # forwarded by `__getattr__`: it would hand out shards of what is inside, without what is around it
     try:
         names = inspect.signature(shard).parameters
     except (TypeError, ValueError):
@@ -128,12 +131,16 @@ def shards_of(dataset: Any) -> int | None:
 def first_samples(dataset: Any, seed: int, told: Told | None, count: int) -> list[int | str]:
     """Digests of what a reader gets first; with the name of the error, or the end, where the data set comes to one.
 
-    A copy is read, or else the data set itself, whose own generators then go back to where they were.
+    A copy is read; where there can be none, only `NOT_COPIED` is found.
     """
     found: list[int | str] = []
     try:
-        reader = Reader(copied(dataset), (seed, 0), told=told)
-        with reader:
+        spare = copied(dataset)
+    except Exception:
+        return [NOT_COPIED]
+    try:
+        reader = Reader(spare, (seed, 0), told=told)
+        with _looked_at(dataset), reader:
             reader.open()
             found.extend(digest(sample) for sample in reader.take(count))
         if len(found) < count:
@@ -143,12 +150,28 @@ def first_samples(dataset: Any, seed: int, told: Told | None, count: int) -> lis
     return found
 
 
+@contextmanager
+def _looked_at(dataset: Any) -> Iterator[None]:
+    """Put generators back to where they were that copies of a data set share with it, as those of a module."""
+    around = Held({"dataset": dataset})
+    before = around.capture()
+    try:
+        yield
+    finally:
+        around.restore(before)
+
+
 def keeps_its_place(dataset: Any, seed: int) -> bool:
     """Whether a copy of a data set that is given another copy's state goes on exactly where that one was.
 
     A data set that shuffles in a buffer has a state, but the buffer is not in it. Reads some samples of copies, which
     may stop before the point where the state fails, so a resume checks again.
     """
+    with _looked_at(dataset):
+        return _goes_on(dataset, seed)
+
+
+def _goes_on(dataset: Any, seed: int) -> bool:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # some warn that they may lose samples, which is what is found out here
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from frameworm.data.samples.division import Division, Part
-from frameworm.data.samples.held import Walk, reseed
+from frameworm.data.samples.held import Walk, read_state, reseed
 from frameworm.data.samples.reader import Reader, copied, digest
 from frameworm.data.samples.seeding import RandomState, mix, seed_process
 from frameworm.data.samples.workers import SharedEpoch
@@ -42,12 +43,14 @@ class Begin:
         samples: Samples of the whole stream to leave out, if the readers have no places.
         turn: The reader whose batch comes first.
         places: Where each reader was; None for one that had not begun.
+        dataset: A copy of the data set as it was before the epoch, to be read where its state fails; None: no copy.
     """
 
     epoch: int = 0
     samples: int = 0
     turn: int = 0
     places: tuple[Mapping[str, Any] | None, ...] = ()
+    dataset: Any = None
 
 
 @dataclass(slots=True)
@@ -75,11 +78,14 @@ class Places:
         """The places after so many batches of the epoch as plain data, for `begin`; None where they are not known."""
         return next((place for number, place in self._known if number == batches), None)
 
-    def begin(self, epoch: int, saved: Mapping[str, Any] | None) -> Begin | None:
-        """How an epoch begins; None if the places are of other readers."""
+    def begin(self, epoch: int, saved: Mapping[str, Any] | None, dataset: Any) -> Begin | None:
+        """How an epoch of a data set begins, as it is now; None if the places are of other readers."""
         if saved is None or len(saved["readers"]) != self._readers:
             return None
-        return Begin(epoch, turn=saved["turn"], places=tuple(saved["readers"]))
+        spare = None
+        with suppress(Exception):
+            spare = copied(dataset)
+        return Begin(epoch, turn=saved["turn"], places=tuple(saved["readers"]), dataset=spare)
 
     def batches(self, arriving: Iterator[Placed], begun: Mapping[str, Any] | None) -> Iterator[Any]:
         """The batches themselves, less what readers yield that do not come first."""
@@ -98,6 +104,11 @@ class Places:
             turn = (item.worker + 1) % self._readers
             self._known.append((number, {"batches": number, "turn": turn, "readers": list(readers)}))
             yield item.batch
+
+
+def _states(roots: Mapping[str, Any]) -> dict[str, int]:
+    """What tells apart the states of the generators that some objects hold, by where they are."""
+    return {path: digest(read_state(item)) for path, item in Walk(roots).generators.items()}
 
 
 @dataclass(slots=True)
@@ -134,6 +145,7 @@ class StreamBatches(IterableDataset[Any]):
         epoch: The epoch, shared with the loop.
         drop_last: Leave out the last round when it is short.
         begin: Where to begin.
+        prepared: A `worker_init_fn` runs in each worker before.
     """
 
     def __init__(
@@ -147,6 +159,7 @@ class StreamBatches(IterableDataset[Any]):
         epoch: SharedEpoch,
         drop_last: bool,
         begin: Begin,
+        prepared: bool = False,
     ) -> None:
         self.inner = inner
         self._batch_size = batch_size
@@ -156,6 +169,9 @@ class StreamBatches(IterableDataset[Any]):
         self._epoch = epoch
         self._drop_last = drop_last
         self._begin = begin
+        self._prepared = prepared
+        self._born = _states({"dataset": inner})
+        self._seeds: dict[str, tuple[int, int]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # All of this happens here rather than at the first batch: by then the loop may have moved to the next epoch.
@@ -185,8 +201,9 @@ class StreamBatches(IterableDataset[Any]):
             set_epoch(epoch)
         if helped:
             # Workers may live on from epoch to epoch; what the data set's own generators draw must not depend on that.
-            for number, generator in enumerate(Walk({"dataset": part.dataset}).generators.values()):
-                reseed(generator, mix(self._seed, epoch, number))
+            seeds = self._seeds = self._seeds or self._own_seeds(worker)
+            for number, (path, generator) in enumerate(Walk({"dataset": part.dataset}).generators.items()):
+                reseed(generator, mix(self._seed, epoch, number, *seeds.get(path, ())))
         alone = part.ranks == part.workers == 1 and division.readers > 1
         own = (self._seed, epoch, 1, division.rank, worker) if alone else None
         reader = Reader(part.dataset, (self._seed, epoch), own, part.told)
@@ -196,29 +213,48 @@ class StreamBatches(IterableDataset[Any]):
             reader.random = place["random"]
         return reader, part
 
+    def _own_seeds(self, worker: int) -> dict[str, tuple[int, int]]:
+        """For each of the data set's generators, what makes it another than those of other ranks and workers.
+
+        Where all had the same, as one that shuffles files before they are divided, they must go on alike.
+        """
+        own_ranks = self._division.own_ranks and self._division.world_size > 1
+        now = _states({"dataset": self.inner}) if self._prepared else self._born
+        return {
+            path: (born if own_ranks else 0, 0 if now.get(path) == born else worker + 1)
+            for path, born in self._born.items()
+        }
+
     def _at(self, place: Mapping[str, Any], where: _Where, helped: bool) -> tuple[Reader, Part]:
         """A reader at a place, and what it reads.
 
         The data set is put one batch before the place, and that batch must be the one that was read then: a state that
         lacks what is in a shuffle buffer, for example, brings back others. Then the epoch is read again up to there.
         """
-        before, turn = place["from"], 0
-        try:
-            spare = copied(self.inner)
-        except Exception:  # what cannot be copied cannot be tried
-            before = None
-        if before is not None:
-            turn = before["turn"]
+        spare = self._begin.dataset
+        before = None if spare is None else place["from"]  # what cannot be copied cannot be tried
+        turn = 0 if before is None else before["turn"]
+        if before is None and spare is not None:  # its counters may have been restored to where the run stopped
+            self._put_back(spare)
         reader, part = self._opened(where.worker, helped, before)
         if self._read_up_to(reader, part, (turn, place["turn"])) == place["check"]:
             return reader, part
         where.found = "otherwise"
         if before is not None:
-            self.inner = spare
+            del reader, part  # what a generator does at its end, it does to what it has read
+            self._put_back(spare)
             reader, part = self._opened(where.worker, helped)
             if self._read_up_to(reader, part, (0, place["turn"])) == place["check"]:
                 where.found = "by reading"
         return reader, part
+
+    def _put_back(self, spare: Any) -> None:
+        """Let the data set be what its copy is: the object stays, for the next epoch is read from it too."""
+        try:
+            vars(self.inner).clear()
+            vars(self.inner).update(vars(spare))
+        except TypeError:  # without a dictionary
+            self.inner = spare
 
     def _read_up_to(self, reader: Reader, part: Part, turns: tuple[int, int]) -> int:
         """Read some rounds and return what tells this reader's samples of the last."""
