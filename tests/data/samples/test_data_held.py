@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -124,6 +126,24 @@ def test_counters_and_generators_made_late_are_restored_in_a_new_object() -> Non
     second.size = 5  # what the run has not changed is the user's
     assert Held({"it": second}).restore(saved) == []
     assert (second.draw(), second.epoch, second.size) == (first.draw(), 2, 5)
+
+
+def test_locks_and_threads_are_left_as_they_are() -> None:
+    class Reading:
+        def __init__(self) -> None:
+            self.free = threading.BoundedSemaphore(3)
+            self.thread = threading.Thread(target=print)
+            self.words: queue.Queue[str] = queue.Queue(5)
+            self.read = 0
+
+    begun, now = Reading(), Reading()
+    held = Held({"it": begun})
+    begun.free.acquire()
+    begun.read = 7
+    saved = held.capture()
+    assert saved["counters"] == {"it.read": 7}
+    assert Held({"it": now}).restore(saved) == []
+    assert now.read == 7
 
 
 def test_what_is_not_there_any_more_is_named() -> None:

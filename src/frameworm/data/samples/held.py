@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ MOST_OBJECTS = 20_000
 MOST_ITEMS = 256  # looked at in one list or dict: a data set may hold millions of file names
 _PLAIN = (bool, int, float, str, type(None))
 _LEAVES = (complex, bytes, bytearray, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device)
+# What threads and processes are at: set to what it was in another process, a semaphore would let too many pass.
+_RUNNING = ("_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "subprocess", "threading")
 _CODE = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType)
 # Of torch's loader itself: its live iterator, and what it starts processes with.
 _SKIPPED = ("_iterator", "_DataLoader__multiprocessing_context", "_DataLoader__initialized")
@@ -29,6 +32,10 @@ def is_generator(value: Any) -> bool:
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState))
+
+
+def _package_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def process_generators() -> dict[str, Any]:
@@ -138,7 +145,7 @@ class Walk:
                 continue
             seen.add(id(value))
             self.visited.append(value)
-            if isinstance(value, _LEAVES):
+            if isinstance(value, (*_LEAVES, threading.Thread)) or _package_of(value) in _RUNNING:
                 continue
             if is_generator(value):
                 self.generators[path] = value
