@@ -50,6 +50,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TWO, "--resources-per-worker", "CPU=-1"), "NAME=AMOUNT"),
         ((*TWO, "--resources-per-worker", "cpu=1"), "Ray knows it as CPU"),
         ((*TWO, "--resources-per-worker", "GPU=0.5"), "one GPU"),
+        ((*TWO, "--use-gpu", "no", "--resources-per-worker", "GPU=1"), "contradict each other"),
+        ((*TWO, "--use-gpu", "yes", "--resources-per-worker", "GPU=0"), "contradict each other"),
         ((*TWO, "--working-dir", "nowhere"), "--working-dir nowhere"),
         ((*TWO, "--set", "training.epoch=3"), "epochs"),
         (("ray", "--config", "missing.yaml", "--num-workers", "1"), "missing.yaml"),

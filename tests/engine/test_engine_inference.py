@@ -273,6 +273,13 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         make(nn.Linear(6, 3)).load(tmp_path / "state")
 
 
+@pytest.mark.parametrize(("saved", "other"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_optimizer_is_refused(saved: str, other: str, tmp_path: Path) -> None:
+    make(optimizer=saved).save(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        make(optimizer=other).load(tmp_path / "state")
+
+
 def divided(rank: int, strategy: str, folder: Path) -> list[tuple[torch.Tensor, float]]:
     """Train, save, spoil, load: under a strategy that divides what it trains."""
     trained = make(strategy=strategy)

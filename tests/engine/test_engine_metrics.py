@@ -68,6 +68,7 @@ def given() -> dict[str, Any]:
         return functions
     from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
     from torchmetrics.regression import PearsonCorrCoef
+    from torchmetrics.wrappers import ClasswiseWrapper
 
     class Correlation(PearsonCorrCoef):
         """Its states are not added up but merged, which torchmetrics does from a stack of them."""
@@ -81,6 +82,9 @@ def given() -> dict[str, Any]:
         "auroc": MulticlassAUROC(CLASSES),  # keeps all outputs
         "correlation": Correlation(),
         "spread": Spread(),
+        "each": ClasswiseWrapper(
+            MulticlassAUROC(CLASSES, average=None)
+        ),  # holds the states of what it wraps as its own
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -19,8 +20,10 @@ from ray_cluster import RayCluster
 
 from conftest import kill_tree
 from frameworm import Trainer
+from frameworm.config.schema import Config
+from frameworm.engine import ray_reports
 from frameworm.engine.checkpoint.load import load_newest
-from frameworm.engine.ray_job import first_failure, in_words
+from frameworm.engine.ray_job import RayJob, _on_gpu, first_failure, in_words
 from frameworm.engine.ray_reports import RayReports
 from frameworm.engine.run import evaluate_run
 from frameworm.errors import ConfigError, EnvironmentSetupError, MissingPackageError
@@ -325,6 +328,30 @@ def test_epochs_and_checkpoints_are_reported(fake: Callable[[int], FakeTrain], t
         assert newest[0].step == metrics["checkpoint_step"]
         assert (kept / "config.yaml").read_text() == (tmp_path / "run" / "config.yaml").read_text()
     assert not list((tmp_path / "run").glob(".ray-*"))
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(
+    fake: Callable[[int], FakeTrain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = fake(0)
+    real, gone = ray_reports.list_checkpoints, []
+
+    def with_one_that_goes(folder: Path) -> list[Any]:
+        found = real(folder)
+        if found and not gone:
+            gone.append(dataclasses.replace(found[-1], path=folder / "step-00000001"))
+            return gone
+        return found
+
+    monkeypatch.setattr(ray_reports, "list_checkpoints", with_one_that_goes)
+    _train(tmp_path / "run")
+    assert [metrics.get("checkpoint_step") for metrics, _ in train.reports] == [6, 15, 16]
+
+
+def test_gpus_follow_the_resources_that_are_given() -> None:
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0, "GPU": 2.0})
+    for given, expected in (({}, True), ({"GPU": 0.0}, False), ({"GPU": 1.0}, True)):
+        assert _on_gpu(ray, Config(), RayJob((1, 1), resources=given)) is expected
 
 
 def test_other_ranks_report_as_often_and_bring_no_checkpoints(fake: Callable[[int], FakeTrain], tmp_path: Path) -> None:

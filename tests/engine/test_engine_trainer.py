@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from workbench import Steps, classification, fit, mlp, parameters
 
 from frameworm import Callback, GPUConfig, RunRecord, Trainer
+from frameworm.config.schema import Config
 from frameworm.distributed import DistributedTrainer
 from frameworm.engine.optim.schedule import Schedule
 from frameworm.errors import ConfigError, DataError, DeviceError, LossError, ModelError, StateError
@@ -215,6 +216,16 @@ def test_distributed_trainer_works_alone() -> None:
     assert record.precision == "bf16"
     assert record.batch.global_ == 8
     trainer.cleanup()
+
+
+def test_distributed_trainer_takes_what_a_trainer_takes() -> None:
+    model = mlp()
+    assert DistributedTrainer(model, _sgd(model), accumulation=2, run_dir=None).config.training.accumulation == 2
+    config = Config.model_validate({"training": {"accumulation": 4}, "parallel": {"find_unused_parameters": True}})
+    kept = DistributedTrainer(model, _sgd(model), config=config, run_dir=None).config
+    assert (kept.training.accumulation, kept.parallel.find_unused_parameters) == (4, True)
+    won = DistributedTrainer(model, _sgd(model), config=config, gradient_accumulation_steps=2, run_dir=None).config
+    assert won.training.accumulation == 2
 
 
 def test_max_steps_and_early_stop() -> None:

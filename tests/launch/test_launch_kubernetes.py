@@ -115,9 +115,11 @@ def test_a_preempted_job_set_starts_again_and_does_not_count_it() -> None:
     ("name", "label"),
     [
         ("AG News_4gpu", "ag-news-4gpu"),
-        ("124m", "m"),
+        ("124m", "run-124m"),
+        ("7b", "run-7b"),
         ("___", "frameworm"),
         ("x" * 44 + "_" + "y" * 20, "x" * 44),
+        ("1" * 60, "run-" + "1" * 41),
         ("café", "caf"),
     ],
 )

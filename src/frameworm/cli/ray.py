@@ -63,6 +63,11 @@ def ray(
         raise EnvironmentSetupError(f"--use-gpu takes {', '.join(USE_GPU)}, not {use_gpu}")
     workers = _workers(num_workers)
     resources = _resources(resources_per_worker)
+    gpus = resources.get("GPU")
+    if gpus is not None and USE_GPU[use_gpu] not in (None, gpus > 0):
+        raise EnvironmentSetupError(
+            f"--use-gpu {use_gpu} and --resources-per-worker GPU={gpus:g} contradict each other; leave one out"
+        )
     if working_dir is not None and not working_dir.is_dir():
         raise EnvironmentSetupError(f"--working-dir {working_dir} is not a folder")
     from frameworm.config.load import load_runnable

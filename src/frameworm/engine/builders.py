@@ -34,10 +34,9 @@ from frameworm.engine.model.activations import apply_checkpointing
 from frameworm.engine.model.compilation import Compiler
 from frameworm.engine.model.padding_free import ModelAttention
 from frameworm.engine.model.precision import wants_channels_last
-from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.half_weights import HalfWeights
 from frameworm.engine.optim.schedule import AnySchedule
-from frameworm.engine.optim.schedule_free import ScheduleFreeWeights, is_schedule_free
+from frameworm.engine.optim.schedule_free import make_averages
 from frameworm.engine.optim.update import Update
 from frameworm.engine.run_output import RunOutput
 from frameworm.engine.step.capture import CapturedStep, make_recorder
@@ -138,7 +137,7 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
         strategy=strategy,
         check=config.training.max_bad_steps is not None,
     )
-    averages = make_averages(job)
+    averages = make_averages(job.config, job.model, job.optimizer, strategy)
     if averages is not None:
         update.average(averages)
         if job.averages is not None:
@@ -187,23 +186,6 @@ def build_step(job: Job, prepared: PreparedModel) -> StepParts:
     return StepParts(
         step, update, loss_function, state, clock, windows, ranks, gradients, halving, note, watched, flops, metrics
     )
-
-
-def make_averages(job: Job) -> AveragedWeights | None:
-    """The averages of weights that a config or an optimizer asks for.
-
-    Raises:
-        ConfigError: Both do, or every rank has weights of its own.
-    """
-    decay, strategy = job.config.training.ema, job.strategy
-    if is_schedule_free(strategy.given(job.optimizer)):
-        if decay is not None:
-            name = type(strategy.given(job.optimizer)).__name__
-            raise ConfigError(f"training.ema: {name} averages the weights itself; leave it out")
-        if strategy.keeps_own_copy:
-            raise ConfigError("parallel.sync_every: above 1 every rank would average weights of its own; use 1")
-        return ScheduleFreeWeights(job.model, job.optimizer, strategy)
-    return None if decay is None else AveragedWeights(decay, job.model, job.optimizer, strategy)
 
 
 def watch_flops(job: Job, prepared: PreparedModel, clock: StepClock) -> FlopWatch:

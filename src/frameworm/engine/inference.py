@@ -39,7 +39,9 @@ from frameworm.engine.export import PICKLED, choose_checkpoint
 from frameworm.engine.job import adopt, device_of, join_group, set_backend
 from frameworm.engine.model.loss_parts import find_beside
 from frameworm.engine.model.precision import Precision, backend_flags_kept
+from frameworm.engine.optim.ema import AveragedWeights
 from frameworm.engine.optim.schedule import NoSchedule
+from frameworm.engine.optim.schedule_free import make_averages
 from frameworm.engine.pretrained import saves_itself, write_pretrained
 from frameworm.engine.step.evaluation import Evaluation, evaluate, predict
 from frameworm.engine.step.loss import LossFunction
@@ -49,6 +51,7 @@ from frameworm.engine.weight_formats import (
     Outgoing,
     file_order,
     parse_size,
+    refuse_url,
     write_dcp,
     write_safetensors,
 )
@@ -85,6 +88,7 @@ class Inference:
         optimizer: Its optimizer.
         loss_fn: As for `Trainer`.
         trained: What the last training left, if there was one.
+        averages: Of the weights, where they come from a checkpoint and there was no training.
         sets_backend: Whether torch's own switches follow the config meanwhile.
     """
 
@@ -95,6 +99,7 @@ class Inference:
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[..., Any] | None,
         trained: Trained | None,
+        averages: AveragedWeights | None = None,
         *,
         sets_backend: bool,
     ) -> None:
@@ -127,8 +132,14 @@ class Inference:
                 Held({}),
                 PersistentWorkers(None),
                 Place(None),
+                averages,
             )
         )
+
+    @property
+    def averages(self) -> AveragedWeights | None:
+        """The averaged weights of the model, if it has some."""
+        return self._state.averages
 
     def _place(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy:
         process = self._process
@@ -181,6 +192,7 @@ class Inference:
             RunFolderError: It would be written over something else, or cannot be written.
             CheckpointError: The state cannot be saved.
         """
+        refuse_url(path)
         if path.suffix == WEIGHTS:
             self._save_weights(path)
             return
@@ -212,6 +224,7 @@ class Inference:
             RunFolderError: Something is there, or it cannot be written.
             ModelError: The model cannot write itself.
         """
+        refuse_url(path)
         shard_bytes = parse_size(max_shard_size)
         if form not in FORMATS:
             raise ConfigError(f"export takes the formats {', '.join(FORMATS)}, not {form}")
@@ -340,6 +353,8 @@ class Inference:
                 where,
                 self._config.parallel.strategy,
             )
+        if self._trained is None and self._state.averages is None and shared.get("ema") and not divides:
+            self._state.averages = self._new_averages()
         for note in self._state.load_values(shared, where, optimizer=not divides):
             log.info("%s", note)
         return stored.step
@@ -349,6 +364,15 @@ class Inference:
         found = fitted(open_weights(path), own, str(path), complete=True)
         check_same_model(found, self._state.model, str(path))
         self._strategy.load_model_state(self._state.model, found)
+        if self._state.averages is not None:
+            self._state.averages.restart()
+
+    def _new_averages(self) -> AveragedWeights | None:
+        state, strategy = self._state, self._strategy
+        found = make_averages(self._config, state.model, state.optimizer, strategy)
+        if found is not None:
+            found.follow(item for _, item in strategy.named_parameters(state.model))
+        return found
 
 
 def _tied(state: Mapping[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -143,7 +143,9 @@ def _check(config: Config, job: RayJob, on_gpu: bool, resumes: bool) -> Config:
 
 def _on_gpu(ray: Any, config: Config, job: RayJob) -> bool:
     gpus = ray.cluster_resources().get("GPU", 0)
-    asked = job.use_gpu if job.use_gpu is not None else True if job.resources.get("GPU") else None
+    asked = job.use_gpu
+    if asked is None and "GPU" in job.resources:
+        asked = job.resources["GPU"] > 0
     if asked is None:
         asked = config.gpu.device == "cuda" or (config.gpu.device == "auto" and gpus > 0)
     if asked and not gpus and not job.wait_s:

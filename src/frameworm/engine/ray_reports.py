@@ -98,7 +98,7 @@ class RayReports(Listener):
                 # Newer ones are written meanwhile, and then this one may be removed.
                 if list_checkpoints(folder.checkpoints)[-1:] == [newest]:
                     raise
-                shutil.rmtree(target)
+                shutil.rmtree(target, ignore_errors=True)  # it need not be there yet
                 continue
             shutil.copyfile(folder.config, target / folder.config.name)
             self._reported = newest.path

@@ -20,7 +20,15 @@ from frameworm.engine.job import Ingredients, backend_of, build_job
 from frameworm.engine.model.activations import find_layers
 from frameworm.engine.model.precision import backend_flags_kept
 from frameworm.engine.optim.ema import AveragedWeights
-from frameworm.engine.optim.schedule import AnySchedule, NoSchedule, Schedule, TorchSchedule, schedule_of, warmed_up
+from frameworm.engine.optim.schedule import (
+    AnySchedule,
+    ChosenRates,
+    NoSchedule,
+    Schedule,
+    TorchSchedule,
+    schedule_of,
+    warmed_up,
+)
 from frameworm.engine.pretrained import saves_itself
 from frameworm.engine.session import run_job
 from frameworm.engine.settings import api_defaults, apply_settings, as_python_run
@@ -122,6 +130,7 @@ class Trainer:
         self._run_dir = run_dir
         self._began = False
         self._averages: AveragedWeights | None = None
+        self._rates = ChosenRates(optimizer)
         if any(mixed):
             self.enable_mixed_precision()
 
@@ -201,6 +210,7 @@ class Trainer:
             self._keep_best()
         self._began = True
         check_parallel(self._config)
+        self._rates.note()
         given = Ingredients(
             self.model,
             self.optimizer,
@@ -228,6 +238,7 @@ class Trainer:
             finally:
                 self._running = None
                 self._averages = job.averages
+                self._rates.leave()
                 if job.state is not None:
                     self._trained = Trained(job.config, job.strategy, job.precision, job.state)
         if record.status == "failed":
@@ -365,18 +376,29 @@ class Trainer:
             CheckpointError: There is nothing to load, or it is of another model or optimizer.
         """
         inference = self._inference("load")
+        self._rates.note()
         if str(path) in ("best", "latest") and not Path(path).exists():
             run_dir = None if self._record is None else self._record.run_dir
             if run_dir is None:
                 raise CheckpointError(f"load({str(path)!r}) reads this trainer's last run, and there is none on disk")
-            return inference.load_best(RunFolder(run_dir), str(path))
-        return inference.load(Path(path))
+            step = inference.load_best(RunFolder(run_dir), str(path))
+        else:
+            step = inference.load(Path(path))
+        self._averages = inference.averages
+        self._rates.leave()
+        return step
 
     def _inference(self, call: str) -> Inference:
         if self._running is not None:
             raise StateError(f"{call}() must wait until train() is over; in training, validation sets are evaluated")
         return Inference(
-            self._config, self.model, self.optimizer, self._loss_fn, self._trained, sets_backend=self._sets_backend
+            self._config,
+            self.model,
+            self.optimizer,
+            self._loss_fn,
+            self._trained,
+            self._averages if self._trained is None else None,
+            sets_backend=self._sets_backend,
         )
 
     def _keep_best(self) -> None:
@@ -403,6 +425,7 @@ class Trainer:
             # What nobody has chosen is not what the optimizer's own rate should follow.
             kind = training.schedule if "schedule" in training.model_fields_set else "constant"
             if kind != "constant" or warmup:
+                self._rates.put_back()
                 return schedule_of(self.optimizer, training, total_steps, kind)
             return NoSchedule()
         if warmup and isinstance(scheduler, Schedule):
@@ -439,14 +462,14 @@ class DistributedTrainer(Trainer):
         find_unused_parameters: bool = False,
         **more: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            backend=backend,
-            accumulation=gradient_accumulation_steps,
-            find_unused_parameters=find_unused_parameters,
-            **more,
-        )
+        named: dict[str, Any] = {}  # what is left at its default is the config's
+        if backend != "auto":
+            named["backend"] = backend
+        if gradient_accumulation_steps != 1:
+            named["accumulation"] = gradient_accumulation_steps
+        if find_unused_parameters:
+            named["find_unused_parameters"] = True
+        super().__init__(model, optimizer, **named, **more)
         if use_amp:
             self.enable_mixed_precision()
 

@@ -76,7 +76,9 @@ class KubernetesJob(WorkersOnNodes):
     @property
     def safe_name(self) -> str:
         """The name as Kubernetes takes it."""
-        label = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).lstrip("-0123456789")
+        label = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).lstrip("-")
+        if label and not label[0].isalpha():  # without its digits it could be the name, and the run, of another job
+            label = f"run-{label}"
         return label[:_LONGEST_NAME].rstrip("-") or "frameworm"
 
 

@@ -387,3 +387,30 @@ def test_a_trainer_scores_and_asks_the_averages() -> None:
     alone = Trainer(model, torch.optim.AdamW(model.parameters()), run_dir=None, device="cpu", progress=False)
     assert alone.evaluate(loader) == scores
     assert torch.equal(alone.predict(loader), answers)
+
+
+def test_a_trainer_that_loads_what_another_saved_has_its_averages(tmp_path: Path) -> None:
+    loader, trained = _loader(), _trainer(mlp())
+    trained.train(loader, epochs=2)
+    trained.save(tmp_path / "state")
+    loaded = _trainer(mlp(seed=9))
+    loaded.load(tmp_path / "state")
+    assert loaded.evaluate(loader) == trained.evaluate(loader)
+    loaded.save(tmp_path / "again")
+    again = _trainer(mlp(seed=9))
+    again.load(tmp_path / "again")
+    assert _same(_averages(again), _averages(trained))
+    for trainer in (trained, again):
+        trainer.train(loader, epochs=1)
+    assert _same(_averages(again), _averages(trained)), "both go on alike"
+
+
+def test_weights_that_are_loaded_alone_begin_the_average_anew(tmp_path: Path) -> None:
+    loader = _loader()
+    trainer = _trainer(mlp())
+    first = trainer.evaluate(loader)
+    trainer.save(tmp_path / "first.safetensors")
+    trainer.train(loader, epochs=2)
+    assert trainer.evaluate(loader) != first
+    trainer.load(tmp_path / "first.safetensors")
+    assert trainer.evaluate(loader) == first

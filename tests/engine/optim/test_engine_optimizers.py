@@ -164,6 +164,24 @@ def test_validation_and_export_use_what_a_schedule_free_optimizer_has_learnt(tmp
     assert largest_difference(load_file(tmp_path / "used.safetensors"), used) == 0.0
 
 
+def test_a_trainer_that_loads_scores_what_a_schedule_free_optimizer_has_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+
+    def trainer() -> Trainer:
+        model, _ = make("plain")
+        return Trainer(model, _schedule_free(model), run_dir=None, device="cpu", progress=False)
+
+    held_out, trained, loaded = DataLoader(classification(12, seed=9), 4), trainer(), trainer()
+    first = trained.evaluate(held_out)
+    trained.save(tmp_path / "first.safetensors")
+    trained.train(OptimizedDataLoader.create(classification(52), 8, seed=2))
+    trained.save(tmp_path / "state")
+    loaded.load(tmp_path / "state")
+    assert loaded.evaluate(held_out) == trained.evaluate(held_out) != first
+    trained.load(tmp_path / "first.safetensors")
+    assert trained.evaluate(held_out) == first
+
+
 def test_a_resumed_schedule_free_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     expected, expected_used, _ = _train_free(11)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,22 @@ def test_a_warm_up_that_nobody_can_count_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="a warm-up of its own"):
         trainer.train(torch.utils.data.DataLoader(classification(8), 4))
+
+
+def test_a_second_training_climbs_to_the_optimizers_own_rate(tmp_path: Path) -> None:
+    model, steps = mlp(), Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = torch.utils.data.DataLoader(classification(40), 4)
+    trainer = Trainer(
+        model, optimizer, schedule="linear", callbacks=[steps], run_dir=None, device="cpu", progress=False
+    )
+    trainer.train(loader)
+    once = [step.lr for step in steps.records]
+    trainer.train(loader)
+    trainer.save(tmp_path / "state")
+    trainer.load(tmp_path / "state")
+    trainer.train(loader)
+    assert [step.lr for step in steps.records] == 3 * once
+    optimizer.param_groups[0]["lr"] = 0.25  # chosen by the user, and so another peak
+    trainer.train(loader)
+    assert [step.lr for step in steps.records[30:]] == pytest.approx([rate / 2 for rate in once])

@@ -193,10 +193,16 @@ class TrainingState:
         if not optimizer:
             return notes
         notes += self._follow(shared.get("trained"), shared["optimizer"])
+        groups = self.optimizer.param_groups
+        needed = [name for name in getattr(self.optimizer, "defaults", {}) if all(name in group for group in groups)]
         try:
             self.strategy.load_optimizer_state(self.model, self.optimizer, shared["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is of another optimizer: {error}") from None
+        # torch takes the settings of any optimizer, and fails in the next step.
+        lacking = [name for name in needed for group in self.optimizer.param_groups if name not in group]
+        if lacking:
+            raise CheckpointError(f"{where} is of another optimizer: its groups have no {lacking[0]}")
         return [*notes, *self._load_averages(shared.get("ema"), where)]
 
     def _load_averages(self, saved: Any, where: str) -> list[str]:

@@ -159,6 +159,12 @@ class AveragedWeights:
         return []
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights that the model has now."""
+        for name, average in self._own.items():
+            average.copy_(own_part(self._averaged[name]))
+
+    @torch.no_grad()
     def take_over(self, earlier: AveragedWeights) -> None:
         """Go on with the averages of an earlier training of the same model."""
         for name, average in self._own.items():

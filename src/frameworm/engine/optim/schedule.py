@@ -266,6 +266,37 @@ def _set_rates(groups: list[dict[str, Any]], rates: list[float]) -> None:
             group["lr"] = rate
 
 
+class ChosenRates:
+    """The rates that a user has chosen; what a schedule or a checkpoint leaves in the optimizer is no peak.
+
+    Args:
+        optimizer: As the user gave it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._chosen = self._now()
+        self._left = list(self._chosen)
+
+    def _now(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
+
+    def note(self) -> None:
+        """Take in what the user has changed since `leave`."""
+        for place, rate in enumerate(self._now()):
+            if place >= len(self._left) or rate != self._left[place]:
+                self._chosen[place : place + 1] = [rate]
+
+    def leave(self) -> None:
+        """Call when a training or a checkpoint has set the rates."""
+        self._left = self._now()
+        self._chosen += self._left[len(self._chosen) :]
+
+    def put_back(self) -> None:
+        """Set the chosen rates."""
+        _set_rates(self._optimizer.param_groups, self._chosen)
+
+
 def schedule_of(
     optimizer: torch.optim.Optimizer, training: TrainingConfig, total_steps: int | None, kind: str | None = None
 ) -> Schedule:

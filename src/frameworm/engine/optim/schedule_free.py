@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frameworm.config.schema import Config
 from frameworm.engine.optim.ema import AveragedWeights
+from frameworm.errors import ConfigError
 from frameworm.parallel.shards import HeldState, own_part
 from frameworm.parallel.strategy import Strategy
 
@@ -57,6 +59,14 @@ class ScheduleFreeWeights(AveragedWeights):
         """Nothing: all of it is in the optimizer's state."""
         return []
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Let the optimizer's other point be where the weights are now."""
+        for parameter in self._averaged.values():
+            other = self._given.state.get(parameter, {}).get("z")
+            if other is not None:
+                own_part(other).copy_(own_part(parameter))
+
     def _shares(self) -> dict[nn.Parameter, float]:
         """How far the weights to use lie from those that train, in multiples of the way to z."""
         return {item: 1 - 1 / group["betas"][0] for group in self._given.param_groups for item in group["params"]}
@@ -87,3 +97,21 @@ class ScheduleFreeWeights(AveragedWeights):
             return super().held_state()
         finally:
             self._own = {}
+
+
+def make_averages(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> AveragedWeights | None:
+    """The averages of weights that a config or an optimizer asks for.
+
+    Raises:
+        ConfigError: Both do, or every rank has weights of its own.
+    """
+    decay, given = config.training.ema, strategy.given(optimizer)
+    if is_schedule_free(given):
+        if decay is not None:
+            raise ConfigError(f"training.ema: {type(given).__name__} averages the weights itself; leave it out")
+        if strategy.keeps_own_copy:
+            raise ConfigError("parallel.sync_every: above 1 every rank would average weights of its own; use 1")
+        return ScheduleFreeWeights(model, optimizer, strategy)
+    return None if decay is None else AveragedWeights(decay, model, optimizer, strategy)

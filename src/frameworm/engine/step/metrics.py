@@ -187,7 +187,7 @@ def _brought_together(metric: Any, ranks: list[list[dict[str, Any]]], device: to
     try:
         yield
     finally:
-        for item, before in kept:
+        for item, before in reversed(kept):  # a wrapper and what it wraps may hold the same states
             for name, value in before.items():
                 setattr(item, name, value)
 
