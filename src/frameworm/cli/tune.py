@@ -106,7 +106,7 @@ def tune(
         None, "--config", "-c", help="Tune this config (YAML) instead of a script."
     ),
     module: Optional[str] = typer.Option(  # noqa: UP045
-        None, "--module", "-m", help="Tune a module, as python -m would run it; its arguments follow."
+        None, "--module", "-m", help="Tune a module, as python -m would run it; its arguments follow after `--`."
     ),
     accept_side_effects: bool = typer.Option(
         False,

@@ -184,13 +184,14 @@ class Trainer:
         resume: str | Path | None = None,
         restore_best: bool = False,
     ) -> RunRecord:
-        """Train for a number of epochs (1 unless set), validating after each if there is a `val_loader`.
+        """Train for a number of epochs, validating after each if there is a `val_loader`.
 
         Args:
             train_loader: A DataLoader, an `OptimizedDataLoader` or any iterable of batches that can be read once per
                 epoch. In a distributed run a plain DataLoader is split over the ranks.
             val_loader: The same for validation, or a mapping from names to several: the figures of each are recorded as
                 `val_<name>_loss` and so on, and those of the first also as `val_loss` and so on.
+            epochs: As in the call before, or as set otherwise, unless given; else 1.
             resume: A run folder, to go on with a run that stopped; or `auto` for the run in `run_dir`, else the newest
                 unfinished one of the same name, and without a name of the same model, data and script.
             restore_best: Leave the model with the weights of the best epoch instead of the last. `checkpoint.metric`
