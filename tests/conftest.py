@@ -74,6 +74,14 @@ def no_thread_left_behind() -> Iterator[None]:
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
+@pytest.fixture(autouse=True)
+def dropout_left_on() -> Iterator[None]:
+    """Fail the test that left dropout switched off, not one that comes after it."""
+    yield
+    dropout = sys.modules.get("frameworm.numerics.dropout")
+    assert dropout is None or not dropout.dropout_is_off()
+
+
 @pytest.fixture
 def left_behind() -> Callable[[], list[int]]:
     """Tells which processes below this one lead a session of their own, as trials do, and began in this test.

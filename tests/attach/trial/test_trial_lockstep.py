@@ -39,6 +39,8 @@ def compare(folder: Path, role: Role, make: Any) -> list[str]:
             optimizer.step()
     finally:
         run.counter.remove()
+        for item in reversed(run._dropout):  # a trial ends with its process
+            item.stop()
     return told
 
 
