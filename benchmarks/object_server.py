@@ -44,6 +44,7 @@ class ObjectServer:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
             "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "1",  # s3fs and the uploader try again, too: together it takes a minute to give up
         }
 
     def __enter__(self) -> ObjectServer:

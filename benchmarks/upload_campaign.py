@@ -78,8 +78,9 @@ def train(url: str, machine: Path, *, resume: bool, pause_s: float = 0.0) -> tor
     return train_into(url, "async", resume, [Pause(pause_s)])
 
 
-def _victim(url: str, machine: str, resume: bool) -> None:
+def _victim(url: str, machine: str, resume: bool, variables: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    os.environ.update(variables)  # the server that it forks from may be older than they are
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
@@ -89,7 +90,9 @@ def _victim(url: str, machine: str, resume: bool) -> None:
 
 def strike(url: str, machine: Path, way: str, after_s: float, resume: bool) -> str:
     """Run a case until it is killed or ends; returns what came of it."""
-    process = multiprocessing.get_context("forkserver").Process(target=_victim, args=(url, str(machine), resume))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_victim, args=(url, str(machine), resume, dict(os.environ))
+    )
     process.start()
     assert process.pid is not None
     process.join(after_s)
