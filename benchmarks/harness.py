@@ -9,6 +9,7 @@ what is written then lie outside. On a GPU the device is waited for at both mome
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import random
@@ -281,10 +282,12 @@ def write_results(
 
 
 def measured_now(device: torch.device) -> dict[str, Any]:
-    """Machine, commit and time of a measurement. The commit ends in `-dirty` if files that git tracks have changed."""
+    """Machine, commit and time of a measurement. The commit ends in `-dirty` if anything but results has changed."""
+    git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=30, cwd=RESULTS.parent)
     try:
-        command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"], check=True).stdout.strip()
+        changed = git(["git", "diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results"]).returncode
+        commit += "-dirty" if changed else ""
     except (OSError, subprocess.SubprocessError):
         commit = None  # a copy without its history
     measured = datetime.now(timezone.utc).isoformat(timespec="seconds")
