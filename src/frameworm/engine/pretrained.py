@@ -3,7 +3,7 @@
 A run keeps it from its start, so that it can be exported later without the code of its model. The model is asked to
 save itself while its `state_dict` gives, in the place of each tensor, a tensor with the tensor's number. What it writes
 shows which weights it would write, under which names and into which files. Nothing is known of any library; a model
-that does more with its weights than to name them anew has no shape.
+that changes its weights, rather than only renaming them, has no shape.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class RunOutput:
 
     def _begin_log(self) -> None:
         if self._log is not None:
-            with contextlib.suppress(OSError):  # such a disk is told of by those who write more important things
+            with contextlib.suppress(OSError):  # writers of more important files report such a disk
                 self._log.begin()
 
     def write_begun(self, record: RunRecord) -> None:

@@ -160,7 +160,7 @@ class TrainingSession:
             yield
         finally:
             output, request = self._output.run, self._protection.request
-            before = min(request.interrupts, 1)  # whoever has pressed twice does not wait
+            before = min(request.interrupts, 1)  # a second Ctrl-C ends the wait
             storage = self._job.config.storage
             limit_s = storage.wait_s
             if self.record.status == "preempted":
@@ -181,7 +181,7 @@ class TrainingSession:
                 raise
         output.write_config(dump_config(self._job.config))
         if self._rank == 0 and output.folder is not None:
-            with contextlib.suppress(RunFolderError):  # a disk that refuses is told of by what follows
+            with contextlib.suppress(RunFolderError):  # what follows reports a disk that refuses
                 keep_shape(output.folder.path, self._job.model, self._job.processing_class)
         self._write_begun()
         self._parts.flops.counted = self._write_begun

@@ -46,7 +46,7 @@ class KubernetesJob(WorkersOnNodes):
         kind: `trainjob` for Kubeflow Trainer v2, `jobset` for JobSet alone.
         nodes: Number of pods.
         gpus_per_node: GPUs, and workers, of each; with 0 one worker per pod computes on the CPU.
-        namespace: Namespace; None for the one of whoever applies the manifest.
+        namespace: Namespace; None for that of the user who applies the manifest.
         pvc: PersistentVolumeClaim for the run folder, which all pods mount (ReadWriteMany where there are several).
         cpus: Processors of each pod; None for 8 per worker.
         memory: Memory of each pod, such as 64Gi; None for no limit.

@@ -107,7 +107,7 @@ def go_on_at(url: str, root: Path) -> tuple[RunFolder, Ownership]:
     if is_last:
         here = [item.name for _, _, item in stored_folders(RunFolder(path).checkpoints)]
         _fetch(place, path, path, here[-1] if here else None)
-        ownership.write(path)  # first: whoever is killed between the two must know its own mark
+        ownership.write(path)  # first: a process killed between the two must know its own mark
         place.within(ANSWER_S, lambda: claim(place, ownership))
         return RunFolder(path), ownership
     draft = path.with_name(f".{path.name}.tmp")

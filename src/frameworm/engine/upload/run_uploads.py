@@ -63,7 +63,7 @@ class RunUploads(NoUploads):
         Args:
             record: The run, which is amended.
             rewrite: Writes it to the folder once more.
-            hurried: Whether somebody is tired of waiting.
+            hurried: Whether the user has asked for an end of the wait.
             limit_s: How long to wait.
         """
         uploads, self._uploads = self._uploads, None

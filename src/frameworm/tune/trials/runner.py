@@ -137,7 +137,7 @@ class TrialRunner:
                 last_call = time.monotonic() + min(_MOST_RESTS_S, _MOST_TO_REST * (deadline - time.monotonic()))
                 for count in range(1, self._effort.windows + 1):
                     measured.append(measure_calm(live, steps.size, last_call))
-                    # One window alone may have met somebody else's work, and so may all.
+                    # Other work on the machine may have disturbed one window, or all.
                     disturbed = fmean(window.disturbed for window in measured)
                     windows = [window.sample_s for window in measured]
                     if count > 1 and disturbed <= DISTURBED and not request.keep_going(windows):
