@@ -253,6 +253,7 @@ def test_of_a_long_run_a_sample_is_shown_and_what_follows_whole(
     assert run.series(first, last, 1_000)["count"] == [1] * (last - first + 1)
 
     record, full = Judge(run).record("running", None), Judge(exact).record("running", None)
+    assert record.steps == full.steps == 6_000
     assert [finding.code for finding in record.findings] == [finding.code for finding in full.findings]
     assert any(note.startswith("sample: findings are by") for note in record.notes)
     assert not any(note.startswith("sample: ") for note in full.notes)

@@ -182,18 +182,22 @@ class Follower:
         weight = self.thinning
         if self._blocks:
             return Portion(lines, anew, round(sum(end - begin for begin, end in self._blocks) * weight), weight)
-        self._skip_to_end(file)
-        return Portion(lines, anew, 0, weight)
+        self._skip_to_last(file)
+        return Portion(lines, anew, max(0, self._backlog_end - self.offset), weight)
 
-    def _skip_to_end(self, file: BinaryIO) -> None:
-        """Go to where the file ended when it was first read, or to the line that was being written there."""
+    def _skip_to_last(self, file: BinaryIO) -> None:
+        """Go to the last whole line that there was when the file was first read, unless a block held it."""
         start = max(self.offset, self._backlog_end - MOST_LINE_BYTES)
         file.seek(start)
         rest = file.read(max(0, self._backlog_end - start))
         end = rest.rfind(b"\n") + 1
         if end:
-            self.offset = start + end
-            self._fingerprint = rest[max(0, end - _FINGERPRINT_BYTES) : end]
+            begin = rest.rfind(b"\n", 0, end - 1) + 1
+            if not begin and start > self.offset:
+                begin = end  # it is too long
+            self.offset = start + begin
+            if begin:
+                self._fingerprint = rest[max(0, begin - _FINGERPRINT_BYTES) : begin]
 
     def _goes_on(self, file: BinaryIO, status: os.stat_result) -> bool:
         if status.st_size < self.offset or self._identity != (status.st_dev, status.st_ino):

@@ -78,7 +78,8 @@ class Judge:
             record.started, record.source = before.started, before.source
         index = run.first()
         if index is not None and index.latest is not None:
-            record.steps = max(record.steps, index.latest.step)
+            # What a sample stands for is an estimate; the number of the latest step is none.
+            record.steps = index.latest.step if index.sums.share < 1 else max(record.steps, index.latest.step)
             latest = index.sums.aggregate.series()[-1:]
             record.quality = Quality(train_loss=latest[0].loss if latest else None)
         with contextlib.suppress(RunFolderError):
