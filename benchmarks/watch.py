@@ -60,18 +60,22 @@ PLACES = {"apart": ("0", "1", "1"), "same": ("0", "0", "1"), "free": ("0-1", "0-
 WINDOW_S, SETTLE_S = 5.0, 1.5
 SHORTEST_S = 2.0  # between two fetches of a page
 STEPS = 100_000
+# Notes when the page says that all has been read; what it fetches next are the whole curves.
+NOTING = (
+    "(window.noting ??= (() => { const look = () => {"
+    "const shown = document.querySelector('.figures')?.innerText ?? '';"
+    f"if (!document.querySelector('.progress') && shown.includes('{STEPS:,}')) window.readAt ??= performance.now() - 10"
+    "}; new MutationObserver(look).observe(document, {subtree: true, childList: true}); look(); return true })())"
+)
 PAINTED = (
-    "(() => { const item = document.querySelector('.chart:not([hidden]) canvas');"
+    f"{NOTING} && (() => {{ const item = document.querySelector('.chart:not([hidden]) canvas');"
     "const copy = new OffscreenCanvas(item.width, item.height).getContext('2d', {willReadFrequently: true});"
     "copy.drawImage(item, 0, 0);"
     "return copy.getImageData(0, 0, item.width, item.height).data.some(value => value > 0) })()"
 )
 WHOLE = (
-    "(() => { const shown = document.querySelector('.figures').innerText;"
-    f"if (document.querySelector('.progress') || !shown.includes('{STEPS:,}')) return false;"
-    "window.readAt ??= performance.now();"
-    "return performance.getEntriesByType('resource').some(item => item.name.includes('/series') && "
-    "item.startTime >= window.readAt && item.responseEnd) })()"
+    "window.readAt !== undefined && performance.getEntriesByType('resource').some(item => "
+    "item.name.includes('/series') && item.startTime >= window.readAt && item.responseEnd)"
 )
 THEIR_TABLE = "document.querySelector('scalar-card-data-table').innerText"
 
@@ -262,7 +266,7 @@ def paint_own(data: Path, browser: Any) -> dict[str, float]:
         browser.open("about:blank")
         again = time.monotonic()
         browser.open(address)
-        browser.wait_for(f"{PAINTED} && {WHOLE.replace('item.startTime >= window.readAt && ', '')}", 120)
+        browser.wait_for(f"{PAINTED} && window.readAt !== undefined", 120)
         return seconds(first_s, whole_s, time.monotonic() - again, server.pid)
 
 
