@@ -40,7 +40,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 CONTENDERS = {
     "AdamW": (),
     "averaged weights": ("training.ema=0.999",),
-    "schedule: wsd, warm-up": ("training.schedule=wsd", "training.warmup=10"),
+    "wsd with a warm-up": ("training.schedule=wsd", "training.warmup=10"),
     "Muon with AdamW": ("training.optimizer=muon",),
     "AdamW in 8 bits": ("training.optimizer=adamw8bit",),
     "schedule-free AdamW": ("training.optimizer=schedulefree",),
