@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import resource
 import subprocess
@@ -71,12 +72,14 @@ def test_growing_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a large process on a busy machine a look takes long: without this there may be too few of them to judge by.
     monkeypatch.setattr(system, "MOST_COST_SHARE", 1.0)
     sampler = SystemSampler("cpu", interval_s=0.1)
-    held: list[bytes] = []
+    held: list[mmap.mmap] = []
     began = time.monotonic()
     with sampler:
         while (elapsed_s := time.monotonic() - began) < 3:
-            # By the clock, so that a busy machine changes nothing; much, so that what other tests leave to free is not.
-            held += [b"x" * 1_000_000 for _ in range(int(elapsed_s * 100) - len(held))]
+            # By the clock, so that a busy machine changes nothing; mapped, so that it is none that other tests freed.
+            for _ in range(int(elapsed_s * 100) - len(held)):
+                held.append(mmap.mmap(-1, 1_000_000))
+                held[-1].write(b"x" * 1_000_000)
             time.sleep(0.01)
     summary = sampler.summary()
     assert summary is not None
