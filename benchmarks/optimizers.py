@@ -5,8 +5,8 @@
 
 Every contender trains the same config with one setting changed; they take turns, and each is held against AdamW in the
 same round by the median of its steps. Adding averaged weights or a schedule should cost at most 5% of a step; where an
-optimizer costs more, the table says so. `quickstart` is the shipped config (127,364 parameters, 37 ms or less a step on
-two cores), `text_4m` a text classifier of 4 million parameters, `gpt2` the shipped GPT-2, which needs a text file.
+optimizer costs more, the table says so. `quickstart` is the shipped config (127,364 parameters),
+`text_4m` a wider and deeper text classifier, `gpt2` the shipped GPT-2, which needs a text file.
 An optimizer whose package is missing is left out, and named.
 """
 
